@@ -1,0 +1,1 @@
+"""Facts derived from expressions: FLOPs, bytes, kind, demand (halo), traffic, roofline."""

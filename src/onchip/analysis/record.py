@@ -1,0 +1,115 @@
+"""What a report is built from: plain facts with the names of the JSON contract.
+
+They stand here because planning and runtime fill them and report shows them. None means unknown:
+no value is ever invented.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """A program's, or one kernel's, cost. Bytes and FLOPs are a call's; latency in microseconds.
+
+    launches    kernels started (views start none)
+    accesses    reads and writes of whole activation tensors in global memory (no parameters)
+    dram_bytes  bytes of each kernel's inputs, outputs and parameters, each once
+    flops       None if an operator without expression takes part
+    """
+
+    launches: int | None = None
+    accesses: int | None = None
+    dram_bytes: int | None = None
+    flops: int | None = None
+    latency_us: float | None = None
+
+    @property
+    def intensity(self) -> float | None:
+        """FLOP per byte of global memory traffic."""
+        return None if self.flops is None or not self.dram_bytes else self.flops / self.dram_bytes
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(
+            _plus(self.launches, other.launches),
+            _plus(self.accesses, other.accesses),
+            _plus(self.dram_bytes, other.dram_bytes),
+            _plus(self.flops, other.flops),
+            _plus(self.latency_us, other.latency_us),
+        )
+
+
+ZERO = Totals(0, 0, 0, 0, 0.0)
+
+
+def total(parts: Iterable[Totals]) -> Totals:
+    """The sum; a figure that one part does not know is unknown in the sum. Latency: unknown unless
+    every part has one."""
+    out = ZERO
+    for p in parts:
+        out = out + p
+    return out
+
+
+def _plus(a: Any, b: Any) -> Any:
+    return None if a is None or b is None else a + b
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRow:
+    """One kernel of the fused program.
+
+    ops      names of the operators that it computes, in execution order
+    backend  "cpp", "triton", "cuda", "library"; choice: the variant chosen, readable
+    occupancy  resident share of the multiprocessor's warps, 0..1
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    backend: str
+    choice: str = ""
+    dram_bytes: int | None = None
+    flops: int | None = None
+    predicted_us: float | None = None
+    measured_us: float | None = None
+    registers: int | None = None
+    spills: int | None = None
+    shared_bytes: int | None = None
+    occupancy: float | None = None
+    code_bytes: int | None = None
+    compile_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Why a producer and a consumer are, or are not, in one kernel.
+
+    edge    (producer's name, consumer's name)
+    rule    name of the rule that decided ("" for a fused edge that needs no reason)
+    family  illegal | unsupported | unprofitable | over-budget | failed | fused
+    text    the sentence shown to people; costs: figures by name, units in the names
+    """
+
+    edge: tuple[str, str]
+    fused: bool
+    rule: str = ""
+    family: str = ""
+    text: str = ""
+    costs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerEntry:
+    """One deliberate difference from eager's arithmetic: a rounding removed, a fold, a trick.
+
+    kind   "rounding_removed", "batch_norm_folded", "reassociated", "tf32x3", ...
+    where  operator or edge; error: largest error against float64 that it causes, if known
+    """
+
+    kind: str
+    where: str
+    text: str
+    error: float | None = None

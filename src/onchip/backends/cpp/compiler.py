@@ -1,0 +1,194 @@
+"""Generated C++ to loaded functions: g++ or clang++, in parallel, cached by content."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from onchip.errors import CacheError, CompilerError
+
+INCLUDE = Path(__file__).parent / "include"
+FLAGS = [
+    "-O3",
+    "-march=native",
+    "-std=c++17",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fwrapv",
+    "-fno-semantic-interposition",
+]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Binary:
+    """A loaded kernel: call `function(pointers)`; 0 means success."""
+
+    path: Path
+    function: ctypes._CFuncPtr  # type: ignore[name-defined]
+    seconds: float
+    reused: bool
+
+    @property
+    def code_bytes(self) -> int:
+        """Size of the shared object's text, from its section headers (binutils-free estimate)."""
+        return text_bytes(self.path)
+
+
+def cache_folder() -> Path:
+    """$ONCHIP_CACHE, else ~/.cache/onchip; created on demand."""
+    root = Path(os.environ.get("ONCHIP_CACHE") or Path.home() / ".cache" / "onchip")
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise CacheError(
+            f"the cache folder {root} can't be created ({e.strerror}): set ONCHIP_CACHE to a "
+            "folder you can write to"
+        ) from e
+    return root
+
+
+@functools.cache
+def find_compiler() -> str:
+    """$CXX, g++ or clang++; CompilerError says how to get one."""
+    for name in (os.environ.get("CXX"), "g++", "clang++"):
+        if name and shutil.which(name):
+            return name
+    raise CompilerError(
+        "no C++ compiler was found: install g++ (Debian: apt-get install g++) or set CXX; "
+        "without one only library kernels run"
+    )
+
+
+@functools.cache
+def compiler_version() -> str:
+    cxx = find_compiler()
+    done = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=False)
+    return f"{cxx} {done.stdout.splitlines()[0] if done.stdout else '?'}"
+
+
+@functools.cache
+def target_macros() -> frozenset[str]:
+    """Macros that the compiler predefines for this processor (__AVX2__, __AVX512F__...)."""
+    done = subprocess.run(
+        [find_compiler(), "-march=native", "-dM", "-E", "-x", "c++", os.devnull],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return frozenset(line.split()[1] for line in done.stdout.splitlines() if "__" in line)
+
+
+def panel_width() -> int:
+    """NR of include/onchip/contract.h: two vector registers of floats."""
+    macros = target_macros()
+    vector = 16 if "__AVX512F__" in macros else 8 if "__AVX__" in macros else 4
+    return 2 * vector
+
+
+@functools.cache
+def _environment_key() -> str:
+    h = hashlib.sha256()
+    for header in sorted(INCLUDE.rglob("*.h")):
+        h.update(header.read_bytes())
+    h.update(" ".join(FLAGS).encode())
+    h.update(compiler_version().encode())
+    h.update(" ".join(sorted(target_macros())).encode())
+    return h.hexdigest()
+
+
+def content_key(source: str) -> str:
+    """Hash of what decides the binary: source without comments, headers, flags, compiler, CPU."""
+    code = "\n".join(line for line in source.splitlines() if not line.startswith("//"))
+    return hashlib.sha256((_environment_key() + code).encode()).hexdigest()[:32]
+
+
+def build(source: str) -> Binary:
+    """Compile (or take from the cache) and load. Raises CompilerError with the first error."""
+    start = time.perf_counter()
+    folder = cache_folder() / "cpp"
+    path = folder / f"{content_key(source)}.so"
+    reused = path.exists()
+    if reused:
+        try:
+            return Binary(path, _load(path), time.perf_counter() - start, True)
+        except OSError:
+            reused = False  # damaged: build it again
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.with_suffix(".cpp").write_text(source)
+        handle, temporary = tempfile.mkstemp(suffix=".so", dir=folder)
+        os.close(handle)
+    except OSError as e:
+        raise CacheError(
+            f"the cache folder {folder} can't be written ({e.strerror}): set ONCHIP_CACHE to a "
+            "folder you can write to"
+        ) from e
+    try:
+        _run_compiler(path.with_suffix(".cpp"), temporary)
+        os.replace(temporary, path)
+    finally:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+    return Binary(path, _load(path), time.perf_counter() - start, False)
+
+
+def _run_compiler(source: Path, target: str) -> None:
+    command = [find_compiler(), *FLAGS, f"-I{INCLUDE}", str(source), "-o", target]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        errors = [x for x in done.stderr.splitlines() if "error" in x] or ["no message"]
+        raise CompilerError(f"{command[0]} refused {source}: {errors[0]}")
+
+
+def _load(path: Path) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
+    function = ctypes.CDLL(str(path)).kernel
+    function.argtypes = [ctypes.c_void_p]
+    function.restype = ctypes.c_int
+    return function
+
+
+def build_all(sources: list[str], workers: int | None = None) -> list[Binary | CompilerError]:
+    """Build many sources at once, each distinct one once."""
+    distinct = list(dict.fromkeys(sources))
+
+    def attempt(source: str) -> Binary | CompilerError:
+        try:
+            return build(source)
+        except CompilerError as e:
+            return e
+
+    with ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
+        done = dict(zip(distinct, pool.map(attempt, distinct), strict=True))
+    return [done[s] for s in sources]
+
+
+def text_bytes(path: Path) -> int:
+    """Bytes of the ELF .text section; 0 where the file is not ELF64."""
+    data = path.read_bytes()
+    if data[:5] != b"\x7fELF\x02":
+        return 0
+    at = int.from_bytes(data[40:48], "little")
+    size, count, names = (int.from_bytes(data[n : n + 2], "little") for n in (58, 60, 62))
+    heads = [data[at + i * size : at + (i + 1) * size] for i in range(count)]
+
+    def number(head: bytes, start: int, width: int) -> int:
+        return int.from_bytes(head[start : start + width], "little")
+
+    strings = number(heads[names], 24, 8)
+    for head in heads:
+        label = data[strings + number(head, 0, 4) :].split(b"\0", 1)[0]
+        if label == b".text":
+            return number(head, 32, 8)
+    return 0

@@ -1,0 +1,83 @@
+// What every generated kernel includes: scalar functions, scratch memory, streaming stores, and
+// the adapters that turn lambdas into the operands of contract.h.
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+#include <limits>
+
+#include "onchip/contract.h"
+#include "onchip/scalar.h"
+
+namespace onchip {
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Scratch memory of the calling thread, 64-byte aligned; it only grows, and lives as long as the
+// thread does.
+struct Scratch {
+    char* memory = nullptr;
+    size_t size = 0;
+    ~Scratch() { free(memory); }
+};
+
+inline char* thread_scratch(size_t bytes) {
+    static thread_local Scratch scratch;
+    if (bytes > scratch.size) {
+        free(scratch.memory);
+        scratch.size = (bytes + 4095) / 4096 * 4096;
+        scratch.memory = (char*)aligned_alloc(4096, scratch.size);
+    }
+    return scratch.memory;
+}
+
+// Stores that bypass the caches, for results far larger than they are: the line is not read
+// before it is written, and nothing useful is evicted.
+template <class T>
+inline void stream(T* to, const T* from, int64_t count) {
+#if defined(__AVX__)
+    constexpr int64_t step = 32 / sizeof(T);
+    int64_t i = 0;
+    while (i < count && ((uintptr_t)(to + i) & 31)) {
+        to[i] = from[i];
+        ++i;
+    }
+    for (; i + step <= count; i += step)
+        _mm256_stream_si256((__m256i*)(to + i), _mm256_loadu_si256((const __m256i*)(from + i)));
+    for (; i < count; ++i) to[i] = from[i];
+#else
+    memcpy(to, from, count * sizeof(T));
+#endif
+}
+inline void stream_fence() {
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
+}
+
+template <class F>
+struct DirectRows {
+    F at;
+    const float* row(long m) const { return at(m); }
+};
+template <class F>
+DirectRows<F> direct_rows(F at) { return {at}; }
+
+template <class F>
+struct PackedRows {
+    F fill;
+    void pack(long m0, long mcount, long k0, long kc, float* to, long ld) const {
+        fill(m0, mcount, k0, kc, to, ld);
+    }
+};
+template <class F>
+PackedRows<F> packed_rows(F fill) { return {fill}; }
+
+}  // namespace onchip

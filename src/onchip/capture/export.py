@@ -1,0 +1,213 @@
+"""torch.export, wrapped: tensors in, tensors out, functional ATen, and errors in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.export import exported_program
+
+from onchip.capture.containers import TENSOR_TYPES, Spec, flatten, is_constant, rebuild
+from onchip.errors import CaptureError
+
+INNER = "model"  # the user's module inside the wrapper: parameter names start with it
+
+# torch.export keeps global state while tracing.
+export_lock = threading.RLock()
+
+
+class FunctionModule(torch.nn.Module):
+    """A plain function as a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+class _FlatModule(torch.nn.Module):
+    """The user's module behind a flat signature; what the result looked like goes to `seen`."""
+
+    def __init__(self, model: torch.nn.Module, restore: Callable[..., Any], seen: list) -> None:
+        super().__init__()
+        setattr(self, INNER, model)
+        self.restore, self.seen = restore, seen
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        args, kwargs = self.restore(tensors)
+        leaves, spec = flatten(getattr(self, INNER)(*args, **kwargs))
+        self.seen[:] = [(leaves, spec)]
+        return tuple(x for x in leaves if isinstance(x, TENSOR_TYPES))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Exported:
+    """A functional program, the structure of its result, and each leaf of it: (constant, False),
+    or (None, True) where a tensor belongs."""
+
+    program: Any
+    output_spec: Spec
+    leaves: tuple[tuple[Any, bool], ...]
+
+
+def export(
+    module: torch.nn.Module, input_spec: Spec, leaves: list[Any], tensors: list[torch.Tensor]
+) -> Exported:
+    """Trace `module` on the leaves; `tensors` are its distinct tensors, in order.
+
+    Raises CaptureError: data-dependent control flow or shapes, unsupported Python, or whatever
+    error the model itself raises on these inputs.
+    """
+    position = {id(t): i for i, t in enumerate(tensors)}
+    places = [position.get(id(x)) if isinstance(x, torch.Tensor) else None for x in leaves]
+
+    def restore(given: tuple[torch.Tensor, ...]) -> Any:
+        filled = [x if p is None else given[p] for x, p in zip(leaves, places, strict=True)]
+        return rebuild(input_spec, filled)
+
+    seen: list[Any] = []
+    flat = _FlatModule(module, restore, seen)
+    try:
+        with export_lock, torch.no_grad(), _quiet(), _keep_python_state(module):
+            program = torch.export.export(flat, _apart(tensors), {}, strict=False)
+            program = _functional(program)
+    except Exception as error:
+        raise CaptureError(_explain(error)) from error
+    out_leaves, out_spec = seen[0]
+    return Exported(program, out_spec, tuple(_check_output(x) for x in out_leaves))
+
+
+def _apart(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The tensors, those that share storage replaced by stand-ins of the same layout: tracing
+    reads no values, and the caller runs overlapping inputs that are written in eager mode."""
+    seen: set[int] = set()
+    out = []
+    for t in tensors:
+        storage = t.untyped_storage().data_ptr()
+        if storage and storage in seen:
+            extent = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+            flat = torch.empty(max(extent, 0), dtype=t.dtype, device=t.device)
+            t = flat.as_strided(t.shape, t.stride(), 0)
+        seen.add(storage)
+        out.append(t)
+    return tuple(out)
+
+
+def _check_output(leaf: Any) -> tuple[Any, bool]:
+    if isinstance(leaf, TENSOR_TYPES):
+        return None, True
+    if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        raise CaptureError(
+            "the model returns a Python number computed from tensor data, which a compiled "
+            "program can't know in advance; return the tensor instead"
+        )
+    if not is_constant(leaf):
+        raise CaptureError(
+            f"the model returns an object of type {type(leaf).__name__}; return tensors, numbers, "
+            "or containers of them (tuple, list, dict, named tuple, dataclass)"
+        )
+    return leaf, False
+
+
+def _functional(program: Any) -> Any:
+    """The program without in-place operators, composite operators kept whole.
+
+    run_decompositions({}) prepares an override for each of PyTorch's ~700 composite operators,
+    0.3 s a call whatever the model; only those that the program contains can matter.
+    """
+    present = {n.target for n in program.graph.nodes if n.op == "call_function"}
+    collect = getattr(exported_program, "_collect_all_valid_cia_ops", None)
+    if collect is None:
+        return program.run_decompositions({})
+    exported_program._collect_all_valid_cia_ops = lambda: _composite_operators(collect) & present
+    try:
+        return program.run_decompositions({})
+    finally:
+        exported_program._collect_all_valid_cia_ops = collect
+
+
+_composites: set[Any] = set()
+
+
+def _composite_operators(collect: Callable[[], Any]) -> set[Any]:
+    if not _composites:
+        _composites.update(collect())
+    return _composites
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No log lines about what is reported as a CaptureError anyway."""
+    import logging
+
+    loggers = [logging.getLogger(n) for n in ("torch.fx.experimental.symbolic_shapes",)]
+    levels = [g.level for g in loggers]
+    for g in loggers:
+        g.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for g, level in zip(loggers, levels, strict=True):
+            g.setLevel(level)
+
+
+@contextlib.contextmanager
+def _keep_python_state(module: torch.nn.Module) -> Iterator[None]:
+    """Put back every attribute that tracing changed, and the random number generators."""
+    with torch.random.fork_rng(devices=_devices(module)):
+        before = [(m, dict(m.__dict__), dict(m._buffers)) for m in module.modules()]
+        try:
+            yield
+        finally:
+            for m, attributes, buffers in before:
+                for name in set(m.__dict__) - set(attributes):
+                    del m.__dict__[name]
+                m.__dict__.update(attributes)
+                m._buffers.update(buffers)
+
+
+def _devices(module: torch.nn.Module) -> list[int]:
+    tensors = [*module.parameters(), *module.buffers()]
+    return sorted({t.device.index or 0 for t in tensors if t.device.type == "cuda"})
+
+
+_HINTS = (
+    ("data-dependent", "write the branch with torch.where, or compute the number outside"),
+    ("DataDependent", "write the branch with torch.where, or compute the number outside"),
+    ("unbacked", "give the result a fixed size, or compute it outside the model"),
+)
+
+
+def _explain(error: Exception) -> str:
+    """One line: what went wrong, where in the user's code, and what to do."""
+    root: BaseException = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    text = next((x.strip() for x in str(root).splitlines() if x.strip()), type(root).__name__)
+    text = re.sub(r"\s*\(unhinted:.*$", "", text)
+    place = user_frame(
+        [(f.filename, f.lineno or 0) for f in traceback.extract_tb(root.__traceback__)]
+    )
+    where = f" at {place[0]}:{place[1]}" if place else ""
+    hint = next((h for k, h in _HINTS if k in str(root) or k in type(root).__name__), None)
+    advice = hint or "the model must run in eager mode on these inputs and be traceable"
+    return f"this model can't be captured{where}: {type(root).__name__}: {text}; {advice}"
+
+
+_NOT_USER = re.compile(r"/(torch|onchip)/(?!.*models/)|<frozen|<string>|/contextlib\.py")
+
+
+def user_frame(frames: list[tuple[str, int]]) -> tuple[str, int] | None:
+    """The innermost (file, line) that is neither PyTorch's nor ours."""
+    return next((f for f in reversed(frames) if not _NOT_USER.search(f[0])), None)

@@ -1,0 +1,70 @@
+"""Why something is not done: the verdict and its reason are the same object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Family(Enum):
+    ILLEGAL = "illegal"
+    UNSUPPORTED = "unsupported"
+    UNPROFITABLE = "unprofitable"
+    OVER_BUDGET = "over-budget"
+    FAILED = "failed"
+
+
+class Rule(Enum):
+    """Every reason there is; the value is (family, the sentence shown to people)."""
+
+    OPAQUE = (Family.UNSUPPORTED, "the operator has no expression, so only the library can run it")
+    CYCLE = (
+        Family.ILLEGAL,
+        "another kernel would have to run between the two: fusing makes a cycle",
+    )
+    NOT_CONNECTED = (Family.UNPROFITABLE, "they share no tensor, so fusing saves no memory traffic")
+    SECOND_OUTPUT = (
+        Family.UNSUPPORTED,
+        "an intermediate that others need would be computed by several tiles",
+    )
+    RECOMPUTE = (Family.UNPROFITABLE, "the intermediate would be computed again for every tile")
+    SCRATCH = (Family.OVER_BUDGET, "one tile's intermediates do not fit the on-chip memory budget")
+    MUTATED = (Family.ILLEGAL, "the tensor is overwritten in place between the two")
+    NOT_VECTORISABLE = (Family.UNSUPPORTED, "no loop order gives contiguous accesses")
+    UNSUPPORTED_DTYPE = (Family.UNSUPPORTED, "the element type has no generated code")
+    CONTRACTION_FORM = (Family.UNSUPPORTED, "the product's operands have no matrix form")
+    SLOWER = (Family.UNPROFITABLE, "measured: the separate kernels are faster")
+    LIBRARY_BETTER = (Family.UNPROFITABLE, "measured: a library call takes less time")
+    FUEL = (Family.UNPROFITABLE, "the fuel setting stopped fusion before this one")
+    SWITCHED_OFF = (Family.UNPROFITABLE, "fusion is switched off here by the settings")
+    WRONG = (Family.FAILED, "the candidate's result differs from the reference")
+    COMPILER = (Family.FAILED, "the compiler refused the generated source")
+    TOO_LARGE = (Family.OVER_BUDGET, "the kernel would be too long to compile and to cache")
+
+    @property
+    def family(self) -> Family:
+        return self.value[0]
+
+    @property
+    def sentence(self) -> str:
+        return self.value[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """rule: which; subject: what it is about (tensor or operator names); text: this case's facts;
+    costs: figures (bytes, microseconds) by name."""
+
+    rule: Rule
+    subject: str = ""
+    text: str = ""
+    costs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def family(self) -> Family:
+        return self.rule.family
+
+    def __str__(self) -> str:
+        about = f"{self.subject}: " if self.subject else ""
+        return f"{about}{self.rule.sentence}" + (f" ({self.text})" if self.text else "")

@@ -1,0 +1,267 @@
+"""Tile sizes worth trying for a nest, and the nests they give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil, prod
+
+from onchip.fusion.inline import substitute_simplified
+from onchip.fusion.nest import Nest, build_nest
+from onchip.fusion.refusal import Refusal, Rule
+from onchip.fusion.staging import Staged
+from onchip.ir.dtype import DType
+from onchip.ir.expr import Axis, Call, Const, Expr, Tensor, axis, loads, reduces
+from onchip.ir.index import linear, simplify
+
+Strides = tuple[int, ...]
+
+# One tile's intermediates should stay in a core's second-level cache.
+SCRATCH_BUDGET = 768 * 1024
+# A pass over this many elements takes a few microseconds: about what handing out a tile costs.
+POINTWISE_TILE = 16384
+# Computing an intermediate more than this often is not fusion but waste.
+RECOMPUTE_BUDGET = 1.6
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What tiling depends on."""
+
+    threads: int
+    panel_width: int
+
+
+def nests_for(
+    staged: tuple[Staged, ...], strides: dict[Tensor, Strides], machine: Machine
+) -> list[Nest] | Refusal:
+    """Nests for a region, best guess first; a Refusal names what none of the tiles satisfies."""
+    outputs = [s for s in staged if s.is_output]
+    root = max(outputs, key=lambda s: (s.tensor.numel, staged.index(s)))
+    staged, root = in_layout_order(staged, root, strides)
+    if not any(reduces(s.body) for s in staged):
+        staged, root = coalesce(staged, root, strides)
+    found: list[Nest] = []
+    first: Refusal | None = None
+    for tile in _tiles(staged, root, machine):
+        nest = build_nest(staged, root, tile)
+        problem = nest if isinstance(nest, Refusal) else over_budget(nest)
+        if problem is None:
+            assert isinstance(nest, Nest)
+            found.append(nest)
+        elif first is None:
+            first = problem
+    if found:
+        return found
+    assert first is not None
+    return first
+
+
+def over_budget(nest: Nest) -> Refusal | None:
+    if nest.scratch_bytes > SCRATCH_BUDGET and nest.tiles > 1:
+        size = nest.scratch_bytes
+        return Refusal(Rule.SCRATCH, "", f"{size // 1024} KiB", {"scratch_bytes": size})
+    worst = max(nest.recompute().items(), key=lambda x: x[1], default=None)
+    if worst is not None and worst[1] > RECOMPUTE_BUDGET:
+        return Refusal(Rule.RECOMPUTE, worst[0].name, f"{worst[1]:.2f} times")
+    return None
+
+
+def in_layout_order(
+    staged: tuple[Staged, ...], root: Staged, strides: dict[Tensor, Strides]
+) -> tuple[tuple[Staged, ...], Staged]:
+    """Root loops sorted as the result lies in memory, the contiguous one last."""
+
+    def ordered(s: Staged) -> Staged:
+        own = strides.get(s.tensor)
+        if own is None:
+            return s
+        key = {a: -_store_stride(s, own, a) for a in s.loops}
+        return replace(s, loops=tuple(sorted(s.loops, key=lambda a: key[a])))
+
+    # siblings of the root's shape follow the root's order, so that they share its tiles
+    new_root = ordered(root)
+    positions = [root.loops.index(a) for a in new_root.loops]
+    out = []
+    for s in staged:
+        if s is root:
+            out.append(new_root)
+        elif s.is_output and s.tensor.shape == root.tensor.shape and len(s.loops) == len(positions):
+            out.append(replace(s, loops=tuple(s.loops[p] for p in positions)))
+        else:
+            out.append(s)
+    return tuple(out), new_root
+
+
+def _store_stride(s: Staged, strides: Strides, a: Axis) -> int:
+    total = 0
+    for i, st in zip(s.store, strides, strict=True):
+        total += linear(i).coefficient(a) * st
+    return abs(total)
+
+
+def coalesce(
+    staged: tuple[Staged, ...], root: Staged, strides: dict[Tensor, Strides]
+) -> tuple[tuple[Staged, ...], Staged]:
+    """Merge neighbouring loops that walk memory as one (a contiguous pointwise operator has a
+    single loop). Only for nests whose stages all run over the root's loops."""
+    if any(len(s.loops) != len(root.loops) for s in staged):
+        return staged, root
+    d = len(root.loops) - 2
+    while d >= 0:
+        if all(_mergeable(s, d, strides) for s in staged):
+            merged = [_merge(s, d) for s in staged]
+            root = merged[staged.index(root)]
+            staged = tuple(merged)
+        d -= 1
+    return staged, root
+
+
+def _mergeable(s: Staged, d: int, strides: dict[Tensor, Strides]) -> bool:
+    outer, inner = s.loops[d], s.loops[d + 1]
+    places = [(ld.index, ld.src) for ld in loads(s.body)] + [(s.store, s.tensor)]
+    for index, src in places:
+        if src not in strides:
+            return False
+        co = ci = 0
+        for i, st in zip(index, strides[src], strict=True):
+            for atom, c in linear(i).terms:
+                if atom is outer:
+                    co += c * st
+                elif atom is inner:
+                    ci += c * st
+                elif not isinstance(atom, Axis):
+                    return False
+        if co != ci * inner.extent:
+            return False
+    return not _uses_index_as_value(s.body, (outer, inner))
+
+
+def _uses_index_as_value(body: Expr, axes: tuple[Axis, Axis]) -> bool:
+    """The axes' values matter beyond addresses (a condition on a bound, an arange)."""
+    from onchip.ir.expr import Load, children
+
+    stack, seen = [body], set()
+    while stack:
+        e = stack.pop()
+        if e in seen:
+            continue
+        seen.add(e)
+        if isinstance(e, Load):
+            if e.pad is not None:
+                return True
+            continue
+        if e in axes:
+            return True
+        stack.extend(children(e))
+    return False
+
+
+def _merge(s: Staged, d: int) -> Staged:
+    outer, inner = s.loops[d], s.loops[d + 1]
+    whole = axis(outer.extent * inner.extent)
+    width = Const(inner.extent, DType.I64)
+    mapping: dict[Axis, Expr] = {
+        outer: simplify(Call("floordiv", (whole, width), DType.I64)),
+        inner: simplify(Call("mod", (whole, width), DType.I64)),
+    }
+    return replace(
+        s,
+        body=substitute_simplified(s.body, mapping),
+        loops=(*s.loops[:d], whole, *s.loops[d + 2 :]),
+        store=tuple(simplify(substitute_simplified(i, mapping)) for i in s.store),
+    )
+
+
+# ---- tile sizes --------------------------------------------------------------------------------
+
+
+def _tiles(staged: tuple[Staged, ...], root: Staged, machine: Machine) -> list[tuple[int, ...]]:
+    """Candidate tiles: axes that some stage does not depend on stay whole; of the others, the
+    outer ones are cut until there is enough parallel work."""
+    extents = [max(a.extent, 1) for a in root.loops]
+    whole = _whole_axes(staged, root)
+    has_product = any(_is_product(s) for s in staged)
+    out: list[tuple[int, ...]] = []
+    if has_product:
+        out += _product_tiles(extents, whole, machine, root)
+    else:
+        out.append(_pointwise_tile(extents, whole, machine, staged))
+    small = tuple(e if w else 1 for e, w in zip(extents, whole, strict=True))
+    out += [small, tuple(extents)]
+    return list(dict.fromkeys(out))
+
+
+def _is_product(s: Staged) -> bool:
+    from onchip.fusion.contraction import find_contraction
+
+    return find_contraction(s.body, s.loops) is not None
+
+
+def _whole_axes(staged: tuple[Staged, ...], root: Staged) -> list[bool]:
+    """Axes along which cutting would compute some stage again for each piece."""
+    unit = tuple(1 for _ in root.loops)
+    nest = build_nest(staged, root, unit)
+    if isinstance(nest, Refusal):
+        # an output is shared between tiles somewhere: cut only what every output depends on
+        return _axes_missing_in_outputs(staged, root)
+    whole = [False] * len(root.loops)
+    for st in nest.stages:
+        if st.staged is root:
+            continue
+        seen = {a for sp in st.box for a, _ in linear(sp.origin).terms}
+        for d, o in enumerate(nest.tile_axes):
+            if o not in seen and root.loops[d].extent > 1:
+                whole[d] = True
+    return whole
+
+
+def _axes_missing_in_outputs(staged: tuple[Staged, ...], root: Staged) -> list[bool]:
+    result = []
+    for d, a in enumerate(root.loops):
+        tile = tuple(1 if n == d else max(b.extent, 1) for n, b in enumerate(root.loops))
+        result.append(a.extent > 1 and isinstance(build_nest(staged, root, tile), Refusal))
+    return result
+
+
+def _pointwise_tile(
+    extents: list[int], whole: list[bool], machine: Machine, staged: tuple[Staged, ...]
+) -> tuple[int, ...]:
+    """Grow the tile from the innermost axis outwards to a few thousand elements."""
+    work = max((prod(a.extent for r in reduces(s.body) for a in r.axes) for s in staged), default=1)
+    target = max(POINTWISE_TILE // max(work, 1), 1)
+    total = prod(extents)
+    target = max(min(target, ceil(total / (4 * machine.threads))), 1)
+    tile = [e if w else 1 for e, w in zip(extents, whole, strict=True)]
+    for d in reversed(range(len(extents))):
+        if whole[d]:
+            continue
+        room = target // max(prod(tile), 1)
+        tile[d] = max(min(extents[d], room), 1)
+        if tile[d] < extents[d]:
+            break
+    return tuple(tile)
+
+
+def _product_tiles(
+    extents: list[int], whole: list[bool], machine: Machine, root: Staged
+) -> list[tuple[int, ...]]:
+    """Tiles for a matrix product: cut the rows (outer axes first) or the columns into at least
+    one piece a thread, keep tiles as large as that allows."""
+    out = []
+    columns = len(extents) - 1
+    for pieces in (machine.threads, 2 * machine.threads, 4 * machine.threads):
+        tile = list(extents)
+        need = pieces
+        for d in range(columns):
+            if need <= 1 or whole[d] or extents[d] == 1:
+                continue
+            parts = min(extents[d], need)
+            tile[d] = ceil(extents[d] / parts)
+            need = ceil(need / parts)
+        out.append(tuple(tile))
+        if not whole[columns] and extents[columns] >= 2 * machine.panel_width:
+            tile = list(extents)
+            width = ceil(extents[columns] / pieces)
+            tile[columns] = ceil(width / machine.panel_width) * machine.panel_width
+            out.append(tuple(tile))
+    return out

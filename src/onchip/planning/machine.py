@@ -1,0 +1,189 @@
+"""The ceilings of the machine at hand, measured once and kept in the cache folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+
+from onchip.analysis.roofline import Ceilings
+from onchip.backends.cpp.compiler import cache_folder
+from onchip.errors import CacheError, OnchipError
+
+_VERSION = 2  # of the stored form and of the way of measuring
+_GPU_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def device_name(device: str = "cpu") -> str:
+    """The processor's own name: "AMD EPYC 9B14", "NVIDIA H200"."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(torch.device(device))
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def measure(device: str = "cpu", refresh: bool = False) -> Ceilings:
+    """Ceilings of `device` ("cpu" or "cuda"), from the cache or measured now (a few seconds).
+
+    copy: GB/s read plus written by one copy between reused buffers far larger than the caches,
+    all threads. gflops: a large square matrix product by type. launch_us: a tiny operator, eager,
+    and on a GPU a node of a CUDA graph. The best of several tries, since other processes only
+    ever slow them down; `source` says under what load that was.
+    """
+    kind = torch.device(device).type
+    if kind not in ("cpu", "cuda"):
+        raise OnchipError(f"device {device!r} can't be measured: use 'cpu' or 'cuda'")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise OnchipError(f"device {device!r} is not there: torch {torch.__version__} sees no GPU")
+    path = _path(device)
+    if not refresh and (known := _read(path)) is not None:
+        return known
+    found = _measure_cpu() if kind == "cpu" else _measure_gpu(device)
+    _write(path, found)
+    return found
+
+
+def _path(device: str) -> Path:
+    key = (_VERSION, device_name(device), torch.get_num_threads(), torch.__version__)
+    return cache_folder() / f"machine-{sha256(repr(key).encode()).hexdigest()[:16]}.json"
+
+
+def _read(path: Path) -> Ceilings | None:
+    """The stored ceilings; None (measure again) if there are none, if the file is damaged, or if
+    they were measured on a machine twice as busy as it is now."""
+    try:
+        stored = json.loads(path.read_text())
+        busy = stored["load"] > torch.get_num_threads() and _load() < stored["load"] / 2
+        return None if busy else Ceilings(**stored["ceilings"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _write(path: Path, found: Ceilings) -> None:
+    part = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        part.write_text(json.dumps({"load": _load(), "ceilings": asdict(found)}, indent=1))
+        part.replace(path)
+    except OSError as error:
+        raise CacheError(
+            f"{path} can't be written ({error.strerror}); set ONCHIP_CACHE to a writable folder"
+        ) from error
+
+
+def _best_us(run: Callable[[], object], tries: int, calls: int = 1) -> float:
+    """Microseconds of one call, the best of `tries`."""
+    run()
+    best = float("inf")
+    for _ in range(tries):
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        best = min(best, (time.perf_counter() - start) / calls * 1e6)
+    return best
+
+
+def _copy_us(n: int, device: str, clock: Callable[[Callable[[], object]], float]) -> float:
+    """Copying n float32 between two reused buffers."""
+    src, dst = torch.ones(2, n, device=device)
+    return clock(lambda: dst.copy_(src))
+
+
+def _load() -> float:
+    """Processes that wanted to run in the last minute, ours included; 0 where unknown."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+
+
+@torch.no_grad()
+def _measure_cpu() -> Ceilings:
+    n = 1 << 26  # 256 MiB a buffer: past any last-level cache
+    copy_us = _copy_us(n, "cpu", lambda run: _best_us(run, 5))
+    rates = {}
+    for label, dtype, size in (("float32", torch.float32, 1536), ("float64", torch.float64, 1024)):
+        x, y = torch.randn(2, size, size, dtype=dtype)
+        out = torch.empty_like(x)
+        us = _best_us(lambda x=x, y=y, out=out: torch.mm(x, y, out=out), 5)
+        rates[label] = 2 * size**3 / us / 1e3
+    t = torch.ones(8)
+    launch = _best_us(lambda: torch.relu(t), 20, 200)
+    return Ceilings(
+        device_name(),
+        2 * 4 * n / copy_us / 1e3,
+        rates,
+        launch,
+        f"measured, torch {torch.__version__}, {torch.get_num_threads()} threads, "
+        f"load average {_load():.1f}",
+        gpu=False,
+    )
+
+
+@torch.no_grad()
+def _measure_gpu(device: str) -> Ceilings:
+    def clock(run: Callable[[], object], tries: int, calls: int) -> float:
+        def several() -> None:
+            for _ in range(calls):
+                run()
+            torch.cuda.synchronize(device)
+
+        return _best_us(several, tries) / calls
+
+    n = 1 << 28
+    copy_us = _copy_us(n, device, lambda run: clock(run, 5, 20))
+    t = torch.ones(8, device=device)
+    launch = clock(lambda: torch.relu(t), 10, 500)
+    return Ceilings(
+        device_name(device),
+        2 * 4 * n / copy_us / 1e3,
+        _gpu_rates(device, clock),
+        launch,
+        f"measured, torch {torch.__version__}, CUDA {torch.version.cuda}",
+        _graph_node_us(device, t),
+    )
+
+
+def _gpu_rates(device: str, clock: Callable[..., float]) -> dict[str, float]:
+    """GFLOP/s of 8192^3 products (4096^3 in float64), random operands; float32 with TF32 off."""
+    rates, size = {}, 8192
+    flag = torch.backends.cuda.matmul.allow_tf32
+    try:
+        for dtype in _GPU_TYPES:
+            x, y = torch.randn(2, size, size, device=device).to(dtype)
+            for tf32 in (False, True) if dtype is torch.float32 else (False,):
+                torch.backends.cuda.matmul.allow_tf32 = tf32
+                us = clock(lambda x=x, y=y: x @ y, 3, 5)
+                label = "tf32" if tf32 else str(dtype).removeprefix("torch.")
+                rates[label] = 2 * size**3 / us / 1e3
+        x, y = torch.randn(2, size // 2, size // 2, device=device, dtype=torch.float64)
+        rates["float64"] = 2 * (size // 2) ** 3 / clock(lambda: x @ y, 3, 3) / 1e3
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = flag
+    return rates
+
+
+def _graph_node_us(device: str, t: torch.Tensor, nodes: int = 1000) -> float:
+    """One tiny kernel as a node of a CUDA graph of `nodes` dependent ones."""
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        torch.relu_(t)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(nodes):
+            torch.relu_(t)
+
+    def replay() -> None:
+        graph.replay()
+        torch.cuda.synchronize(device)
+
+    return _best_us(replay, 10) / nodes

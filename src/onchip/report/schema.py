@@ -1,0 +1,228 @@
+"""The `--json` contract as a JSON Schema, its check, and its documentation (docs/json.md)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from onchip.errors import OnchipError
+
+Schema = dict[str, Any]
+
+
+def _value(kind: str, text: str) -> Schema:
+    return {"type": kind, "description": text}
+
+
+def _maybe(kind: str, text: str) -> Schema:
+    """A value that may be unknown: null."""
+    return {"type": [kind, "null"], "description": text}
+
+
+def _object(text: str, /, **properties: Schema) -> Schema:
+    return {
+        "type": "object",
+        "description": text,
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+def _list(text: str, items: Schema) -> Schema:
+    return {"type": "array", "description": text, "items": items}
+
+
+def _map(text: str, values: Schema) -> Schema:
+    return {"type": "object", "description": text, "additionalProperties": values}
+
+
+def _totals(text: str) -> Schema:
+    return _object(
+        text,
+        launches=_maybe("integer", "kernels started in one call"),
+        accesses=_maybe("integer", "whole activation tensors read or written in global memory"),
+        dram_bytes=_maybe("integer", "bytes of each kernel's inputs, outputs and parameters"),
+        flops=_maybe("integer", "operations; null if an operator without expression takes part"),
+        intensity=_maybe("number", "flops / dram_bytes"),
+        latency_us=_maybe("number", "measured median time of a call, microseconds"),
+    )
+
+
+_KERNEL = _object(
+    "One kernel of the fused program.",
+    name=_value("string", "unique name"),
+    ops=_list("operators it computes, in order", _value("string", "operator's name")),
+    backend=_value("string", "cpp, triton, cuda or library"),
+    choice=_value("string", "the variant chosen"),
+    dram_bytes=_maybe("integer", "bytes read and written in global memory"),
+    flops=_maybe("integer", "operations"),
+    predicted_us=_maybe("number", "predicted time, microseconds"),
+    measured_us=_maybe("number", "measured time, microseconds"),
+    registers=_maybe("integer", "registers a thread"),
+    spills=_maybe("integer", "bytes spilled a thread"),
+    shared_bytes=_maybe("integer", "shared memory a block"),
+    occupancy=_maybe("number", "resident share of the warps, 0 to 1"),
+    code_bytes=_maybe("integer", "machine code"),
+    compile_s=_maybe("number", "seconds to compile; 0 if reused"),
+)
+
+_DECISION = _object(
+    "Why a producer and a consumer are, or are not, in one kernel.",
+    edge={
+        **_list("producer's and consumer's name", _value("string", "operator's name")),
+        "minItems": 2,
+        "maxItems": 2,
+    },
+    fused=_value("boolean", "in one kernel"),
+    rule=_value("string", "name of the rule that decided, or empty"),
+    family=_value("string", "illegal, unsupported, unprofitable, over-budget, failed or empty"),
+    text=_value("string", "the reason for people"),
+    costs=_map("figures by name, units in the names", {"description": "number or text"}),
+)
+
+REPORT: Schema = _object(
+    "Report of `onchip optimize MODEL --json`.",
+    model=_value("string", "MODEL as given"),
+    device=_value("string", "the device's own name"),
+    dtype=_value("string", "element type of the model's input"),
+    versions=_map("package -> version", _value("string", "version")),
+    unfused=_totals("The model as given, eager, one kernel an operator."),
+    fused=_totals("The program that onchip made."),
+    baselines=_map("better unfused or compiled forms -> latency", _maybe("number", "microseconds")),
+    bound_us=_maybe("number", "physical limit of the device for this model, microseconds"),
+    speedup=_maybe("number", "unfused latency / fused latency"),
+    launch=_object(
+        "What starting one kernel costs on this device.",
+        eager_us=_maybe("number", "an operator in eager PyTorch, microseconds"),
+        fused_us=_maybe("number", "a kernel of the fused program (graph node, or call)"),
+    ),
+    numerics=_object(
+        "Error against float64.",
+        error=_maybe("number", "largest error of the program, relative to the result's scale"),
+        eager_error=_maybe("number", "the same of eager PyTorch"),
+        ledger=_list(
+            "Deliberate differences from eager's arithmetic.",
+            _object(
+                "One difference.",
+                kind=_value("string", "rounding_removed, batch_norm_folded, ..."),
+                where=_value("string", "operator or edge"),
+                text=_value("string", "what was done"),
+                error=_maybe("number", "largest error that it causes"),
+            ),
+        ),
+    ),
+    plan=_object(
+        "The chosen partition.",
+        predicted_us=_maybe("number", "predicted time, microseconds"),
+        lower_bound_us=_maybe("number", "no partition of the candidates can be predicted lower"),
+        gap=_maybe("number", "predicted / lower bound - 1; 0 is optimal"),
+    ),
+    compile=_object(
+        "What compiling took.",
+        seconds=_maybe("number", "wall-clock seconds"),
+        kernels_built=_maybe("integer", "compiled now"),
+        kernels_reused=_maybe("integer", "taken from the cache"),
+    ),
+    kernels=_list("In execution order.", _KERNEL),
+    decisions=_list("One for each edge between two operators.", _DECISION),
+)
+
+BENCH: Schema = _object(
+    "Results of `onchip bench SUITE --json`.",
+    suite=_value("string", "suite's name"),
+    device=_value("string", "the device's own name"),
+    versions=_map("package -> version", _value("string", "version")),
+    date=_value("string", "ISO date"),
+    rows=_list(
+        "One for each case.",
+        _object(
+            "One case.",
+            name=_value("string", "case"),
+            dtype=_value("string", "element type"),
+            onchip_us=_maybe("number", "microseconds"),
+            peers=_map("name -> latency", _maybe("number", "microseconds; null if it failed")),
+            floor_us=_maybe("number", "physical limit, microseconds"),
+            error=_maybe("number", "largest error against float64, relative"),
+            eager_error=_maybe("number", "the same of eager PyTorch"),
+            launches=_maybe("integer", "kernels started"),
+            notes=_value("string", "what else to know"),
+        ),
+    ),
+)
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "object": (dict,),
+    "array": (list,),
+    "null": (type(None),),
+}
+
+
+def check(data: Any, schema: Schema, where: str = "report") -> None:
+    """OnchipError naming the first field of `data` that does not fit `schema`."""
+    kinds = schema.get("type")
+    if kinds is not None:
+        kinds = kinds if isinstance(kinds, list) else [kinds]
+        if not any(_is(data, k) for k in kinds):
+            raise OnchipError(f"{where} is {type(data).__name__}; expected {' or '.join(kinds)}")
+    if isinstance(data, dict):
+        _check_object(data, schema, where)
+    elif isinstance(data, list):
+        if not schema.get("minItems", 0) <= len(data) <= schema.get("maxItems", len(data)):
+            raise OnchipError(f"{where} has {len(data)} items; expected {schema['minItems']}")
+        for i, item in enumerate(data):
+            check(item, schema.get("items", {}), f"{where}[{i}]")
+
+
+def _is(data: Any, kind: str) -> bool:
+    # bool is an int in Python, not in JSON
+    if isinstance(data, bool):
+        return kind == "boolean"
+    return isinstance(data, _TYPES[kind])
+
+
+def _check_object(data: dict[str, Any], schema: Schema, where: str) -> None:
+    known = schema.get("properties", {})
+    for key in schema.get("required", ()):
+        if key not in data:
+            raise OnchipError(f"{where} has no {key!r}")
+    extra = schema.get("additionalProperties", {})
+    for key, value in data.items():
+        if key in known:
+            check(value, known[key], f"{where}.{key}")
+        elif extra is False:
+            raise OnchipError(f"{where} has an unknown field {key!r}")
+        else:
+            check(value, extra, f"{where}.{key}")
+
+
+# ---- documentation -----------------------------------------------------------------------------
+
+
+def document() -> str:
+    """The text of docs/json.md."""
+    head = (
+        "# The JSON contracts\n\nWritten by `onchip.report.schema.document()`; a test keeps this "
+        "page current. A value that onchip does not know is `null`; none is invented. Times are "
+        "microseconds unless the name says otherwise.\n"
+    )
+    parts = [head]
+    for title, schema in (("`onchip optimize --json`", REPORT), ("`onchip bench --json`", BENCH)):
+        parts.append(f"\n## {title}\n\n{schema['description']}\n\n| field | type | meaning |")
+        parts.append("| --- | --- | --- |")
+        parts.extend(_rows(schema, ""))
+    return "\n".join(parts) + "\n"
+
+
+def _rows(schema: Schema, prefix: str) -> list[str]:
+    out = []
+    for key, s in schema.get("properties", {}).items():
+        name, kinds = f"{prefix}{key}", s.get("type", "any")
+        kinds = " or ".join(kinds) if isinstance(kinds, list) else kinds
+        out.append(f"| `{name}` | {kinds} | {s.get('description', '')} |")
+        out.extend(_rows(s, f"{name}."))
+        out.extend(_rows(s.get("items", {}), f"{name}[]."))
+    return out

@@ -1,0 +1,183 @@
+"""The report for a terminal."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from onchip.report.report import Report
+
+UNKNOWN = "–"
+
+
+def quantity(v: float | None, unit: str = "") -> str:
+    """A number with a decimal prefix: 12.3 M."""
+    if v is None:
+        return UNKNOWN
+    for limit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(v) >= limit:
+            return f"{v / limit:.3g} {prefix}{unit}"
+    return f"{v:.3g} {unit}".rstrip() if isinstance(v, float) else f"{v:,} {unit}".rstrip()
+
+
+def time(us: float | None) -> str:
+    if us is None:
+        return UNKNOWN
+    return f"{us / 1e3:.2f} ms" if us >= 1e3 else f"{us:.3g} µs"
+
+
+def count(n: int | None) -> str:
+    return UNKNOWN if n is None else f"{n:,}"
+
+
+def improvement(before: float | None, after: float | None, more: bool = False) -> str:
+    """How much less (or, `more`, how many times more)."""
+    if before is None or after is None or not before:
+        return UNKNOWN
+    if more:
+        return f"{after / before:.2f}×"
+    change = 1 - after / before
+    return f"{change:.0%} less" if change >= 0 else f"{-change:.0%} more"
+
+
+def benefit_rows(r: Report) -> list[tuple[str, str, str, str]]:
+    """metric, unfused, fused, improvement: the table of the mission, with this machine's values."""
+    a, b = r.unfused, r.fused
+
+    def row(name: str, key: str, show: Callable[..., str], more: bool = False):
+        x, y = getattr(a, key), getattr(b, key)
+        return (name, show(x), show(y), improvement(x, y, more))
+
+    return [
+        row("tensor accesses", "accesses", count),
+        row("DRAM bytes", "dram_bytes", lambda v: quantity(v, "B")),
+        row("kernel launches", "launches", count),
+        row("intensity (FLOP/byte)", "intensity", quantity, more=True),
+        launch_row(r),
+        row("latency", "latency_us", time),
+    ]
+
+
+def launch_row(r: Report) -> tuple[str, str, str, str]:
+    """Launches times what one costs here."""
+    before = _product(r.unfused.launches, r.launch.eager_us)
+    after = _product(r.fused.launches, r.launch.fused_us)
+    return ("launch overhead", time(before), time(after), improvement(before, after))
+
+
+def _product(n: int | None, us: float | None) -> float | None:
+    return None if n is None or us is None else n * us
+
+
+def benefit_table(r: Report) -> Table:
+    title = escape(f"{r.model} · {r.dtype} · {r.device}")
+    table = Table(title=title, title_justify="left")
+    table.add_column("metric")
+    for name in ("unfused", "fused", "improvement"):
+        table.add_column(name, justify="right")
+    for row in benefit_rows(r):
+        table.add_row(*row)
+    return table
+
+
+def ladder(r: Report) -> Table:
+    """Every measured form of the model, slowest first, with the physical limit."""
+    forms = {"unfused (eager)": r.unfused.latency_us, **r.baselines, "onchip": r.fused.latency_us}
+    table = Table(title="latency ladder", title_justify="left")
+    table.add_column("form")
+    table.add_column("latency", justify="right")
+    table.add_column("against onchip", justify="right")
+    own = r.fused.latency_us
+    for name, us in sorted(forms.items(), key=lambda kv: -(kv[1] or 0)):
+        table.add_row(
+            f"[bold]{name}[/]" if name == "onchip" else escape(name),
+            time(us),
+            f"{us / own:.2f}×" if us is not None and own else UNKNOWN,
+        )
+    if r.bound_us is not None:
+        share = f"{r.bound_us / own:.2f}×" if own else UNKNOWN
+        table.add_row("physical limit", time(r.bound_us), share, style="dim")
+    return table
+
+
+def kernel_table(r: Report, limit: int = 40) -> Table:
+    table = Table(title=f"kernels ({len(r.kernels)})", title_justify="left")
+    table.add_column("kernel", overflow="fold")
+    table.add_column("operators", overflow="fold", ratio=1)
+    table.add_column("backend")
+    for name in ("bytes", "FLOP", "predicted", "measured"):
+        table.add_column(name, justify="right")
+    for k in r.kernels[:limit]:
+        table.add_row(
+            escape(k.name),
+            escape(" + ".join(k.ops)),
+            escape(f"{k.backend} {k.choice}".strip()),
+            quantity(k.dram_bytes, "B"),
+            quantity(k.flops),
+            time(k.predicted_us),
+            time(k.measured_us),
+        )
+    if len(r.kernels) > limit:
+        table.add_row("…", f"{len(r.kernels) - limit} more: see --json or --report")
+    return table
+
+
+def cuts(r: Report, limit: int = 20) -> list[str]:
+    """One line for each edge between two kernels, equal reasons counted once each."""
+    lines = []
+    for d in r.decisions:
+        if not d.fused:
+            reason = d.text or d.rule or "no reason was recorded"
+            family = f"[{d.family}] " if d.family else ""
+            lines.append(f"{d.edge[0]} -> {d.edge[1]}: {family}{reason}")
+    hidden = len(lines) - limit
+    return lines if hidden <= 0 else [*lines[:limit], f"… {hidden} more: onchip why MODEL A B"]
+
+
+def numerics(r: Report) -> list[str]:
+    n = r.numerics
+    show = [UNKNOWN if e is None else f"{e:.2g}" for e in (n.error, n.eager_error)]
+    lines = [f"error against float64: onchip {show[0]}, eager {show[1]}"]
+    for e in n.ledger:
+        size = "" if e.error is None else f" (error {e.error:.2g})"
+        lines.append(f"{e.kind} at {e.where}: {e.text}{size}")
+    return lines
+
+
+def closing(r: Report) -> str:
+    parts = []
+    if r.speedup is not None:
+        parts.append(f"speedup {r.speedup:.2f}×")
+    if r.plan.gap is not None:
+        parts.append(f"partition within {r.plan.gap:.1%} of its lower bound")
+    c = r.compile
+    if c.seconds is not None:
+        parts.append(f"compiled in {c.seconds:.1f} s")
+    if c.kernels_built is not None or c.kernels_reused is not None:
+        parts.append(f"{count(c.kernels_built)} kernels built, {count(c.kernels_reused)} reused")
+    return " · ".join(parts)
+
+
+def renderable(r: Report) -> Group:
+    """The whole report for a rich console."""
+    parts: list[RenderableType] = [benefit_table(r), ladder(r)]
+    if r.kernels:
+        parts.append(kernel_table(r))
+    if cut := cuts(r):
+        parts += [Text("cut edges", style="italic"), *(Text(f"  {line}") for line in cut)]
+    parts += [Text("numerics", style="italic"), *(Text(f"  {line}") for line in numerics(r))]
+    if end := closing(r):
+        parts.append(Text(end, style="bold"))
+    return Group(*parts)
+
+
+def render(r: Report, width: int = 100, color: bool = False) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=color, no_color=not color)
+    console.print(renderable(r))
+    return out.getvalue()

@@ -1,0 +1,169 @@
+"""Memory for intermediates that kernels write: one block, offsets planned by liveness."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+ALIGNMENT = 64
+HUGE_PAGE = 2 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A request: `nbytes` alive from step `first` to step `last`, both included."""
+
+    nbytes: int
+    first: int
+    last: int
+
+
+def plan_offsets(buffers: list[Buffer]) -> tuple[list[int], int]:
+    """Offsets (bytes, 64-aligned) such that buffers alive together do not overlap, and the size
+    of the block. Largest first, each at the lowest place that is free while it lives."""
+    offsets = [0] * len(buffers)
+    placed: list[int] = []
+    total = 0
+    for i in sorted(range(len(buffers)), key=lambda i: -buffers[i].nbytes):
+        b = buffers[i]
+        busy = sorted(
+            (offsets[j], offsets[j] + _aligned(buffers[j].nbytes))
+            for j in placed
+            if buffers[j].first <= b.last and b.first <= buffers[j].last
+        )
+        at = 0
+        for start, end in busy:
+            if at + _aligned(b.nbytes) <= start:
+                break
+            at = max(at, end)
+        offsets[i] = at
+        placed.append(i)
+        total = max(total, at + _aligned(b.nbytes))
+    return offsets, total
+
+
+def _aligned(n: int) -> int:
+    return -(-max(n, 1) // ALIGNMENT) * ALIGNMENT
+
+
+def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+    """A block of bytes, aligned to 64; large ones on CPU ask for huge pages (fewer TLB misses)."""
+    if device.type != "cpu" or nbytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    block = mmap.mmap(-1, nbytes + HUGE_PAGE)
+    with contextlib.suppress(OSError):  # a system without transparent huge pages: only slower
+        block.madvise(mmap.MADV_HUGEPAGE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(block))
+    shift = -start % HUGE_PAGE
+    return torch.frombuffer(block, dtype=torch.uint8)[shift : shift + nbytes]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor inside an arena."""
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Arena:
+    """One block with its tensors made once: pointers for kernels, tensors for library calls."""
+
+    block: torch.Tensor
+    pointers: list[int]
+    tensors: list[torch.Tensor]
+
+
+class ArenaPool:
+    """Arenas of one program; concurrent calls take different ones."""
+
+    def __init__(self, nbytes: int, views: list[View], device: torch.device) -> None:
+        self.nbytes, self.views, self.device = nbytes, views, device
+        self.free: deque[Arena] = deque(maxlen=4)
+
+    def take(self) -> Arena:
+        try:
+            return self.free.pop()
+        except IndexError:
+            return self._new()
+
+    def give(self, arena: Arena) -> None:
+        self.free.append(arena)
+
+    def _new(self) -> Arena:
+        with torch.inference_mode(False):
+            block = allocate(self.nbytes, self.device)
+            tensors = [_view(block, v) for v in self.views]
+        return Arena(block, [t.data_ptr() for t in tensors], tensors)
+
+
+def _view(block: torch.Tensor, v: View) -> torch.Tensor:
+    t = torch.empty(0, dtype=v.dtype, device=block.device)
+    start = (block.storage_offset() + v.offset) // t.element_size()
+    return t.set_(block.untyped_storage(), start, v.shape, v.strides)
+
+
+_use_count = getattr(torch._C, "_storage_Use_Count", None)
+
+
+class OutputPool:
+    """Fresh tensors for a result. A large storage is used again only when nobody else holds it,
+    so a result is never overwritten while its owner can see it; at most two are kept."""
+
+    KEEP = 2
+    WORTH = 1 << 16  # bytes; below, malloc is as fast
+
+    def __init__(
+        self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.shape, self.strides, self.dtype, self.device = shape, strides, dtype, device
+        self.extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+        nbytes = self.extent * dtype.itemsize if 0 not in shape else 0
+        self.pooled = _use_count is not None and device.type == "cpu" and nbytes >= self.WORTH
+        self.idle_count = 0
+        self.kept: deque[torch.UntypedStorage] = deque()
+
+    def take(self) -> torch.Tensor:
+        if not self.pooled:
+            return torch.empty_strided(
+                self.shape, self.strides, dtype=self.dtype, device=self.device
+            )
+        for _ in range(len(self.kept)):
+            try:
+                storage = self.kept.popleft()
+            except IndexError:  # another thread took it
+                break
+            if _use_count(storage._cdata) <= self.idle_count:
+                return self._on(storage)
+            self._keep(storage)
+        storage = self._new_storage()
+        return self._on(storage)
+
+    def _new_storage(self) -> torch.UntypedStorage:
+        block = allocate(self.extent * self.dtype.itemsize, self.device)
+        if block.storage_offset():  # set_ below starts at 0: a plain block then
+            block = torch.empty_like(block)
+        storage = block.untyped_storage()
+        del block
+        self.idle_count = self.idle_count or _use_count(storage._cdata)
+        return storage
+
+    def _on(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        out = torch.empty(0, dtype=self.dtype, device=self.device)
+        out.set_(storage, 0, self.shape, self.strides)
+        self._keep(storage)
+        return out
+
+    def _keep(self, storage: torch.UntypedStorage) -> None:
+        self.kept.append(storage)
+        while len(self.kept) > self.KEEP:
+            self.kept.popleft()

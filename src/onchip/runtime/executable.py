@@ -1,0 +1,300 @@
+"""A plan as one Python function: straight-line code, written once, readable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from onchip.capture import schema
+from onchip.capture.captured import Captured, Result
+from onchip.ir.expr import Tensor
+from onchip.planning.plan import Derived, KernelStep, LibraryStep, Plan
+from onchip.runtime.aliasing import Memory, analyse
+from onchip.runtime.arena import ArenaPool, Buffer, OutputPool, View, plan_offsets
+
+
+def torch_dtype(t: Tensor) -> torch.dtype:
+    return getattr(torch, t.dtype.label)
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, n = [], 1
+    for s in reversed(shape):
+        strides.append(n)
+        n *= max(s, 1)
+    return tuple(reversed(strides))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Executable:
+    """`run(inputs, tensors, pointers, derived_pointers, arena)` gives the flat results."""
+
+    run: Callable[..., list[torch.Tensor]]
+    source: str
+    arenas: ArenaPool | None
+    derived: tuple[Derived, ...]
+    constants: list[Tensor]
+
+
+def check_status(status: int, name: str) -> None:
+    """Raise what eager would have raised for a kernel's status."""
+    match status:
+        case 1:
+            raise IndexError("index out of range in self")
+        case 2:
+            raise RuntimeError("ZeroDivisionError")
+    raise RuntimeError(f"kernel {name} failed with status {status}; please report this")
+
+
+def restride(t: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """The same elements with these strides (a copy, unless only axes of size 1 differ)."""
+    if all(a == b or n <= 1 for a, b, n in zip(t.stride(), strides, t.shape, strict=True)):
+        return t.as_strided(t.shape, strides)
+    out = torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device)
+    return out.copy_(t)
+
+
+def copied(t: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
+
+
+def view_of(
+    base: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...],
+    shift: int,
+) -> torch.Tensor:  # fmt: skip
+    """A view of `base`'s storage that starts `shift` bytes after `base` does."""
+    if base.dtype is dtype:
+        return base.as_strided(shape, strides, base.storage_offset() + shift // base.itemsize)
+    start = (base.storage_offset() * base.itemsize + shift) // dtype.itemsize
+    out = torch.empty(0, dtype=dtype, device=base.device)
+    return out.set_(base.untyped_storage(), start, shape, strides)
+
+
+class _Writer:
+    def __init__(self, captured: Captured, plan: Plan, device: torch.device) -> None:
+        self.captured, self.graph, self.plan, self.device = captured, captured.graph, plan, device
+        self.globals: dict[str, Any] = {
+            "check_status": check_status, "restride": restride, "copied": copied,
+            "flat_results": schema.flat_results, "view_of": view_of,
+        }  # fmt: skip
+        self.lines: list[str] = []
+        self.count = 0
+        self.names: dict[Tensor, str] = {}
+        self.memory: Memory = analyse(captured, plan)
+        self.derived: list[Derived] = []
+        prepared = [t for p in captured.prepare for t in p.outputs]
+        self.constants = [*captured.slots, *prepared]
+        self.last: dict[Tensor, int] = _last_uses(plan)
+
+    # -- values
+
+    def fresh(self) -> str:
+        self.count += 1
+        return f"v{self.count}"
+
+    def constant(self, value: Any) -> str:
+        name = f"c{len(self.globals)}"
+        self.globals[name] = value
+        return name
+
+    def value(self, x: Any) -> str:
+        """A Python expression for a call argument."""
+        match x:
+            case Tensor():
+                return self.names[x]
+            case bool() | int() | str() | None:
+                return repr(x)
+            case list() if any(isinstance(y, (Tensor, list, tuple)) for y in x):
+                return "[" + ", ".join(self.value(y) for y in x) + "]"
+            case tuple() if any(isinstance(y, (Tensor, list, tuple)) for y in x):
+                return "(" + "".join(self.value(y) + ", " for y in x) + ")"
+        return self.constant(x)
+
+    def strides(self, t: Tensor) -> tuple[int, ...]:
+        if t in self.memory.written:
+            return tuple(self.plan.layouts.get(t, contiguous_strides(t.shape)))
+        return tuple(t.tag.get("strides", contiguous_strides(t.shape)))
+
+    # -- the program
+
+    def write(self) -> Executable:
+        arenas = self.place()
+        for i, t in enumerate(self.graph.inputs):
+            self.names[t] = f"i{i}"
+        for i, t in enumerate(self.constants):
+            self.names[t] = f"w[{i}]"
+        for k, step in enumerate(self.plan.steps):
+            match step:
+                case LibraryStep():
+                    self.library(step)
+                case KernelStep():
+                    self.kernel(step)
+            self.release(k)
+        self.finish()
+        unpack = "".join(f"i{i}, " for i in range(len(self.graph.inputs)))
+        head = ["def run(inputs, w, p, d, arena):"]
+        head += [f"    {unpack}= inputs"] if unpack else []
+        source = "\n".join([*head, *("    " + x for x in self.lines)]) + "\n"
+        exec(compile(source, "<onchip program>", "exec"), self.globals)
+        return Executable(self.globals["run"], source, arenas, tuple(self.derived), self.constants)
+
+    def place(self) -> ArenaPool | None:
+        """Give every tensor that kernels write a place in the arena or an output pool."""
+        inside = [t for t in self.memory.written if t not in self.memory.escaping]
+        if not inside:
+            return None
+        sizes = [_extent_bytes(t, self.strides(t)) for t in inside]
+        spans = [self.memory.written[t] for t in inside]
+        ends = [self.memory.alive_until[t] for t in inside]
+        requests = [Buffer(n, a, b) for n, a, b in zip(sizes, spans, ends, strict=True)]
+        offsets, total = plan_offsets(requests)
+        views = [
+            View(o, t.shape, self.strides(t), torch_dtype(t))
+            for o, t in zip(offsets, inside, strict=True)
+        ]
+        for i, t in enumerate(inside):
+            self.names[t] = f"arena.tensors[{i}]"
+        self.arena_index = {t: i for i, t in enumerate(inside)}
+        return ArenaPool(total, views, self.device)
+
+    def library(self, step: LibraryStep) -> None:
+        node = step.node
+        op = self.constant(schema.overload(node.call.target))
+        args = [self.value(a) for a in node.call.args]
+        args += [f"{k}={self.value(v)}" for k, v in node.call.kwargs.items()]
+        call = f"{op}({', '.join(args)})"
+        for t in node.results:
+            self.names[t] = self.fresh()
+        single = len(node.outputs) == 1 and not _returns_list(node.call.target)
+        target = self.names[node.outputs[0]] if single and node.outputs[0] is not None else "r"
+        self.lines.append(f"{target} = {call}  # {node.name}")
+        if not single:
+            self.lines.append("r = flat_results(r)")
+            for i, t in enumerate(node.outputs):
+                if t is not None:
+                    self.lines.append(f"{self.names[t]} = r[{i}]")
+            self.lines.append("r = None")
+
+    def kernel(self, step: KernelStep) -> None:
+        for t in step.inputs:
+            self.require_strides(t)
+        for t in step.outputs:
+            if t in self.memory.escaping:
+                pool = OutputPool(t.shape, self.strides(t), torch_dtype(t), self.device)
+                self.names[t] = self.fresh()
+                self.lines.append(f"{self.names[t]} = {self.constant(pool.take)}()")
+        first = len(self.derived)
+        self.derived.extend(step.derived)
+        pointers = [self.pointer(t) for t in step.inputs]
+        pointers += [f"d[{first + i}]" for i in range(len(step.derived))]
+        pointers += [self.pointer(t) for t in step.outputs]
+        run = self.constant(step.kernel.run)
+        self.lines.append(f"s = {run}([{', '.join(pointers)}])  # {step.name}")
+        self.lines.append(f"if s: check_status(s, {step.name!r})")
+
+    def require_strides(self, t: Tensor) -> None:
+        """A library result has the strides that the kernel was generated for, or is copied."""
+        if t in self.memory.written or t in self.graph.inputs or t in self.captured.slots:
+            return
+        name = self.names[t]
+        if name.startswith("v"):
+            expected = self.strides(t)
+            self.lines.append(
+                f"if {name}.stride() != {expected!r}: {name} = restride({name}, {expected!r})"
+            )
+
+    def pointer(self, t: Tensor) -> str:
+        name = self.names[t]
+        if name.startswith("w["):
+            return f"p[{name[2:-1]}]"
+        if name.startswith("arena."):
+            return f"arena.pointers[{self.arena_index[t]}]"
+        return f"{name}.data_ptr()"
+
+    def release(self, k: int) -> None:
+        """Drop library results after their last use, so that their memory is free early."""
+        kept = set(self.graph.output_tensors)
+        dead = [
+            t for t, last in self.last.items()
+            if last == k and t not in kept and self.names.get(t, "").startswith("v")
+        ]  # fmt: skip
+        if dead:
+            self.lines.append(" = ".join(self.names[t] for t in dead) + " = None")
+
+    # -- results and mutations
+
+    def finish(self) -> None:
+        results = self.captured.results
+        names = [f"o{i}" for i in range(len(results))]
+        for i, r in enumerate(results):
+            if self.memory.results[i] == "computed":
+                self.computed(names[i], self.graph.outputs[i], r, self.memory.copies[i])
+        writes = []
+        for i, m in enumerate(self.graph.mutations):
+            value = self.names[m.value]
+            if self.memory.copied_mutations[i]:
+                self.lines.append(f"m{i} = {value}.clone()")
+                value = f"m{i}"
+            writes.append(f"{self.names[m.target]}.copy_({value})")
+        self.lines += writes
+        for i, r in enumerate(results):
+            if self.memory.results[i] == "alias":
+                self.alias(names[i], r, names)
+        self.lines.append(f"return [{', '.join(names)}]")
+
+    def computed(self, name: str, t: Tensor, r: Result, copy: bool) -> None:
+        source = self.names[t]
+        if copy:
+            self.lines.append(f"{name} = copied({source}, {r.strides!r})")
+            return
+        self.lines.append(f"{name} = {source}")
+        if t not in self.memory.written or self.strides(t) != r.strides:
+            self.lines.append(
+                f"if {name}.stride() != {r.strides!r}: {name} = restride({name}, {r.strides!r})"
+            )
+
+    def alias(self, name: str, r: Result, names: list[str]) -> None:
+        assert r.alias is not None
+        kind, key = r.alias
+        base = {"input": lambda: f"i{key}", "output": lambda: names[key]}.get(
+            kind, lambda: self.names[key]
+        )()
+        if r.same:
+            self.lines.append(f"{name} = {base}")
+            return
+        self.lines.append(
+            f"{name} = view_of({base}, {self.constant(r.dtype)}, {r.shape!r}, {r.strides!r},"
+            f" {r.shift})"
+        )
+
+
+def _returns_list(target: str) -> bool:
+    returns = schema.overload(target)._schema.returns
+    return len(returns) != 1 or "List" in str(returns[0].type)
+
+
+def _extent_bytes(t: Tensor, strides: tuple[int, ...]) -> int:
+    if 0 in t.shape:
+        return 0
+    extent = 1 + sum((n - 1) * s for n, s in zip(t.shape, strides, strict=True))
+    return extent * t.dtype.size
+
+
+def _last_uses(plan: Plan) -> dict[Tensor, int]:
+    last: dict[Tensor, int] = {}
+    for k, step in enumerate(plan.steps):
+        match step:
+            case LibraryStep(node=node):
+                used = (*node.inputs, *node.results)
+            case KernelStep(inputs=inputs, outputs=outputs):
+                used = (*inputs, *outputs)
+        last.update((t, k) for t in used)
+    return last
+
+
+def write(captured: Captured, plan: Plan, device: torch.device) -> Executable:
+    """The plan as a function. Kernel outputs nobody outside can see share one arena."""
+    return _Writer(captured, plan, device).write()

@@ -1,0 +1,280 @@
+"""The compiled model: called like the model itself."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from onchip.capture import schema
+from onchip.capture.captured import TENSOR, Captured
+from onchip.capture.containers import flatten, rebuild
+from onchip.errors import CaptureError, InputError
+from onchip.planning.plan import KernelStep, LibraryStep, Plan
+from onchip.runtime.executable import Executable, write
+from onchip.runtime.guards import StateGuard, ambient_key, input_key, overlaps
+from onchip.runtime.weights import Stale, Weights
+from onchip.settings import Settings
+
+Build = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], tuple[Captured, Plan]]
+
+
+@dataclass(eq=False)
+class Specialisation:
+    """A program for one set of layouts, Python values and model state."""
+
+    captured: Captured
+    plan: Plan
+    executable: Executable
+    weights: Weights
+    state: StateGuard
+    ambient: tuple[Any, ...]
+    positions: list[int] | None  # flat leaf of each graph input; None: leaves are the inputs
+    mutated: list[int]  # graph inputs that are written
+    used: int = 0
+
+    @property
+    def launches(self) -> int:
+        """Kernels and library calls of one call; views launch nothing."""
+        return sum(1 for s in self.plan.steps if isinstance(s, KernelStep) or _launches(s))
+
+    def run(self, leaves: Sequence[Any]) -> Any:
+        inputs = leaves if self.positions is None else [leaves[i] for i in self.positions]
+        now = self.weights.current()
+        exe = self.executable
+        arena = exe.arenas.take() if exe.arenas is not None else None
+        try:
+            flat = exe.run(inputs, now.tensors, now.pointers, now.derived_pointers, arena)
+        finally:
+            if arena is not None:
+                exe.arenas.give(arena)
+        return self.rebuild(flat)
+
+    def rebuild(self, flat: list[torch.Tensor]) -> Any:
+        spec = self.captured.output_spec
+        if spec.how == "leaf" and flat:
+            return flat[0]
+        tensors = iter(flat)
+        leaves = [next(tensors) if c is TENSOR else c for c in self.captured.output_constants]
+        return rebuild(spec, leaves)
+
+
+@dataclass(eq=False)
+class EagerCall:
+    """The original module runs for these inputs, for a reason that stands in program.notes."""
+
+    reason: str
+    state: StateGuard
+    ambient: tuple[Any, ...]
+    used: int = 0
+
+
+def _launches(step: LibraryStep) -> bool:
+    return not schema.is_view(step.node.call.target)
+
+
+class Program:
+    """A callable with the model's own signature, outputs, aliasing and mutations.
+
+    notes      why something ran in eager mode, once each
+    launches   kernel launches of one call of the latest specialisation
+    Raises InputError (arguments that do not fit the model's signature), CaptureError (a new
+    combination of inputs can't be captured), and whatever eager raises.
+    Thread-safe. Other shapes, strides, dtypes, training flags, hooks or attributes give a new
+    specialisation by themselves; weights may change freely. After writing weights behind
+    PyTorch's back (`.data`, numpy), call `refresh()`.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        build: Build,
+        settings: Settings = Settings(),
+    ) -> None:
+        self.module, self.build, self.settings = module, build, settings
+        self.notes: list[str] = []
+        self.table: dict[Any, list[Specialisation | EagerCall]] = {}
+        self.lock = threading.RLock()
+        self.clock = 0
+        self.latest: Specialisation | None = None
+        leaves, spec = _flatten_call(args, kwargs)
+        self._specialise((spec, input_key(leaves)), args, kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, spec = _flatten_call(args, kwargs)
+        key = (spec, input_key(leaves))
+        if torch.is_grad_enabled() and self._requires_grad(leaves):
+            return self._eager("gradients are required: the original module runs", args, kwargs)
+        entry = self._find(key) or self._specialise(key, args, kwargs)
+        if isinstance(entry, EagerCall):
+            return self._eager(entry.reason, args, kwargs)
+        if entry.mutated and self._overlaps(entry, leaves):
+            reason = "an input that the model writes overlaps another: the original module runs"
+            return self._eager(reason, args, kwargs)
+        try:
+            return entry.run(leaves)
+        except Stale:
+            with self.lock:
+                if entry in self.table.get(key, ()):
+                    self.table[key].remove(entry)
+            return self(*args, **kwargs)
+
+    # -- facts
+
+    @property
+    def launches(self) -> int:
+        return self.latest.launches if self.latest is not None else 0
+
+    @property
+    def source(self) -> str:
+        """The latest specialisation as Python code."""
+        return self.latest.executable.source if self.latest is not None else ""
+
+    def refresh(self) -> None:
+        """Recompute everything derived from weights."""
+        for entries in self.table.values():
+            for e in entries:
+                if isinstance(e, Specialisation):
+                    e.weights.refresh()
+
+    # -- dispatch
+
+    def _find(self, key: Any) -> Specialisation | EagerCall | None:
+        entries = self.table.get(key)
+        if entries is None:
+            return None
+        ambient = ambient_key()
+        for e in entries:
+            if e.ambient == ambient and e.state.holds():
+                self.clock += 1
+                e.used = self.clock
+                return e
+        return None
+
+    def _requires_grad(self, leaves: Sequence[Any]) -> bool:
+        if any(x.requires_grad for x in leaves if isinstance(x, torch.Tensor)):
+            return True
+        return any(p.requires_grad for p in self.module.parameters())
+
+    def _overlaps(self, entry: Specialisation, leaves: Sequence[Any]) -> bool:
+        inputs = leaves if entry.positions is None else [leaves[i] for i in entry.positions]
+        others = {t.untyped_storage().data_ptr() for t in entry.weights.current().tensors}
+        return overlaps(inputs, entry.mutated, others)
+
+    def _eager(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if reason not in self.notes:
+            self.notes.append(reason)
+            warnings.warn(f"onchip: {reason}", stacklevel=3)
+        return self.module(*args, **kwargs)
+
+    def _specialise(
+        self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Specialisation | EagerCall:
+        with self.lock:
+            found = self._find(key)
+            if found is not None:
+                return found
+            self._check_signature(args, kwargs)
+            entry = self._new(args, kwargs)
+            self.table[key] = [*self.table.get(key, ()), entry]
+            self.clock += 1
+            entry.used = self.clock
+            self._evict()
+            return entry
+
+    def _new(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Specialisation | EagerCall:
+        state, ambient = StateGuard(self.module), ambient_key()
+        leaves, _ = _flatten_call(args, kwargs)
+        if _input_overlap(leaves):
+            with_overlap = "inputs overlap in memory, which compiled code can't write to safely"
+        else:
+            with_overlap = ""
+        try:
+            captured, plan = self.build(self.module, args, kwargs)
+        except CaptureError as error:
+            if self.settings.uncapturable == "raise":
+                raise
+            return EagerCall(str(error), state, ambient)
+        if captured.python_state:
+            names = ", ".join(captured.python_state[:3])
+            reason = f"forward() changes Python attributes of the model ({names}); it runs eagerly"
+            return EagerCall(reason, state, ambient)
+        if with_overlap and captured.graph.mutations:
+            return EagerCall(f"{with_overlap}: the original module runs", state, ambient)
+        entry = _make(captured, plan, state, ambient, leaves)
+        self.latest = entry
+        return entry
+
+    def _check_signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            inspect.signature(self.module.forward).bind(*args, **kwargs)
+        except TypeError as error:
+            name = type(self.module).__name__
+            raise InputError(f"{name} can't be called like this: {error}") from None
+        except ValueError:
+            return  # no signature is known (a builtin): the model's own error will say
+
+    def _evict(self) -> None:
+        entries = [(e.used, k, e) for k, es in self.table.items() for e in es]
+        if len(entries) <= self.settings.specialisations:
+            return
+        _, key, oldest = min(entries, key=lambda x: x[0])
+        remaining = [e for e in self.table[key] if e is not oldest]
+        if remaining:
+            self.table[key] = remaining
+        else:
+            del self.table[key]
+
+
+def _flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Any], Any]:
+    """Flat leaves and a hashable key of their structure; tensors only is the fast case."""
+    if not kwargs:
+        for a in args:
+            if not isinstance(a, torch.Tensor):
+                break
+        else:
+            return args, len(args)
+    return flatten((args, kwargs))
+
+
+def _input_overlap(leaves: Sequence[Any]) -> bool:
+    tensors = {id(x): x for x in leaves if isinstance(x, torch.Tensor)}
+    storages = [x.untyped_storage().data_ptr() for x in tensors.values()]
+    storages = [s for s in storages if s]
+    if len(set(storages)) != len(storages):
+        return True
+    return any(0 in x.stride() and x.numel() > 1 for x in tensors.values())
+
+
+def _make(
+    captured: Captured, plan: Plan, state: StateGuard, ambient: tuple[Any, ...],
+    leaves: Sequence[Any],
+) -> Specialisation:  # fmt: skip
+    device = _device(captured, leaves)
+    executable = write(captured, plan, device)
+    weights = Weights(captured.slots, captured.prepare, executable.derived)
+    first: dict[int, int] = {}
+    for i, leaf in enumerate(captured.leaves):
+        if leaf.tensor is not None:
+            first.setdefault(leaf.tensor, i)
+    positions = [first[i] for i in range(len(first))]
+    plain = positions == list(range(len(captured.leaves)))
+    place = {t: i for i, t in enumerate(captured.graph.inputs)}
+    mutated = [place[m.target] for m in captured.graph.mutations if m.target in place]
+    return Specialisation(
+        captured, plan, executable, weights, state, ambient, None if plain else positions, mutated
+    )
+
+
+def _device(captured: Captured, leaves: Sequence[Any]) -> torch.device:
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+    tensors += [s.fetch() for s in captured.slots.values()]
+    found = [t.device for t in tensors]
+    return next((d for d in found if d.type != "cpu"), torch.device("cpu"))

@@ -1,0 +1,31 @@
+"""What a user may choose; everything else is decided by measuring."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Choices of one compilation.
+
+    numerics          "fast": intermediates stay in float32 on chip; "eager": every rounding point
+                      of eager is reproduced
+    fold_batch_norm   multiply an inference batch norm into the convolution before it
+    fuel              apply only the first `fuel` fusions (for bisecting); None: all
+    budget_s          seconds that searching and measuring may take for one specialisation
+    threads           CPU threads of generated kernels; 0: as many as PyTorch uses
+    uncapturable      what a model that can't be exported means: "raise" CaptureError, or run
+                      "eager" (with one warning and an entry in program.notes)
+    specialisations   how many sets of shapes, strides and states are kept before the least
+                      recently used is dropped
+    """
+
+    numerics: Literal["fast", "eager"] = "fast"
+    fold_batch_norm: bool = True
+    fuel: int | None = None
+    budget_s: float = 60.0
+    threads: int = 0
+    uncapturable: Literal["raise", "eager"] = "raise"
+    specialisations: int = 64

@@ -1,0 +1,49 @@
+"""A full report of an invented model; the figures check arithmetic, not speed."""
+
+from onchip.report import (
+    CompileSummary,
+    Decision,
+    KernelRow,
+    LaunchCost,
+    LedgerEntry,
+    Numerics,
+    PlanSummary,
+    Report,
+    Totals,
+)  # fmt: skip
+
+
+def full() -> Report:
+    return Report(
+        model="pipeline:conv-relu-bn",
+        device="some processor",
+        dtype="float32",
+        unfused=Totals(4, 8, 8000, 64000, 200.0),
+        fused=Totals(2, 4, 4000, 64000, 120.0),
+        versions={"torch": "2.14.1"},
+        baselines={"eager_channels_last": 150.0, "inductor": None},
+        bound_us=60.0,
+        launch=LaunchCost(5.0, 1.0),
+        numerics=Numerics(
+            1.2e-7, 3.4e-7, (LedgerEntry("rounding_removed", "a -> b", "kept in float32", 1e-8),)
+        ),
+        plan=PlanSummary(110.0, 100.0, 0.1),
+        compile=CompileSummary(1.5, 2, 0),
+        kernels=(
+            KernelRow("k0", ("conv", "relu", "bn"), "cpp", "direct", 3000, 60000, 100.0, 110.0),
+            KernelRow("k1<&>", ("block.head",), "library", "", 1000, None, 10.0, 10.0),
+        ),
+        decisions=(
+            Decision(("conv", "relu"), True),
+            Decision(("relu", "bn"), True, text="saves 2,000 bytes"),
+            Decision(
+                ("bn", "block.head"), False, "SLOWER", "unprofitable",
+                "measured: the separate kernels are faster",
+                {"fused_us": 140.0, "separate_us": 120.0},
+            ),
+        ),
+    )  # fmt: skip
+
+
+def bare() -> Report:
+    return Report("m", "cpu", "float32", Totals(), Totals())

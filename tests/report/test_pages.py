@@ -1,0 +1,120 @@
+"""Text and HTML say what the data says."""
+
+import dataclasses
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from onchip.errors import OnchipError
+from onchip.report import Decision, KernelRow
+from onchip.report.picture import picture
+from onchip.report.text import benefit_rows, improvement, quantity, time
+
+from .samples import bare, full
+
+
+def test_benefit_table():
+    rows = {name: rest for name, *rest in benefit_rows(full())}
+    assert rows["tensor accesses"] == ["8", "4", "50% less"]
+    assert rows["DRAM bytes"] == ["8 kB", "4 kB", "50% less"]
+    assert rows["kernel launches"] == ["4", "2", "50% less"]
+    assert rows["intensity (FLOP/byte)"] == ["8", "16", "2.00×"]
+    assert rows["launch overhead"] == ["20 µs", "2 µs", "90% less"]
+    assert rows["latency"] == ["200 µs", "120 µs", "40% less"]
+
+
+def test_text_holds_every_part():
+    out = full().text(width=140)
+    for part in ("pipeline:conv-relu-bn", "eager_channels_last", "physical limit", "k0",
+                 "conv + relu + bn", "bn -> block.head: [unprofitable] measured",
+                 "rounding_removed at a -> b", "speedup 1.67×", "within 10.0%"):  # fmt: skip
+        assert part in out
+    assert "\x1b" not in out
+    assert "\x1b" in full().text(color=True)
+    assert str(full()) == full().text()
+
+
+def test_unknown_values_are_shown_as_unknown():
+    out = bare().text()
+    assert "0 %" not in out
+    assert "None" not in out
+    assert all(row[1:] == ("–", "–", "–") for row in benefit_rows(bare()))
+
+
+def test_figures():
+    assert improvement(4, 6) == "50% more"
+    assert improvement(0, 3) == "–"
+    assert quantity(1234567, "B") == "1.23 MB"
+    assert quantity(12) == "12"
+    assert time(1500.0) == "1.50 ms"
+
+
+class _Page(HTMLParser):
+    VOID = frozenset(("meta",))
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.links, self.classes, self.words = [], [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.links += [v for k, v in attrs.items() if k in ("src", "href", "srcset")]
+        self.classes.append((tag, attrs.get("class")))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def parse(text):
+    page = _Page()
+    page.feed(text)
+    page.close()
+    assert page.open == []
+    return page
+
+
+def test_html_is_well_formed_offline_and_complete(tmp_path):
+    path = tmp_path / "r.html"
+    full().to_html(path)
+    text = path.read_text()
+    page = parse(text)
+    assert page.links == []
+    assert not re.search(r"https?://|url\((?!#)|@import|<script", text)
+    words = " ".join(page.words)
+    for part in ("k1<&>", "block.head", "rounding_removed", "eager_channels_last", "40% less"):
+        assert part in words
+    assert "prefers-color-scheme: dark" in text
+    parse_bare = tmp_path / "bare.html"
+    bare().to_html(parse_bare)
+    parse(parse_bare.read_text())
+
+
+def test_picture_has_a_round_trip_an_operator_left_and_a_kernel_right():
+    page = parse(picture(full()))
+    kinds = [c for t, c in page.classes if t in ("rect", "path")]
+    assert kinds.count("op") == 2 * 4
+    assert kinds.count("kernel") == 2
+    assert kinds.count("traffic") == 2 * 4 + 2 * 2
+    assert kinds.count("inner") == 2
+
+
+def test_picture_says_what_it_leaves_out():
+    many = tuple(KernelRow(f"k{i}", (f"a{i}", f"b{i}"), "cpp") for i in range(50))
+    r = dataclasses.replace(full(), kernels=many)
+    assert "40 operators more" in picture(r)
+
+
+def test_long_lists_are_cut_and_say_so():
+    many = tuple(Decision((f"a{i}", f"b{i}"), False, text="far") for i in range(30))
+    assert "10 more" in dataclasses.replace(full(), decisions=many).text()
+
+
+def test_html_into_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(OnchipError, match="can't be written"):
+        full().to_html(tmp_path / "no" / "r.html")
