@@ -16,6 +16,7 @@ HEADER = Path(__file__).parents[2] / "src/onchip/backends/cpp/include"
 FLAGS = [
     "-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
 ]  # fmt: skip
+FLAGS_LIB = ["-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "t.cpp", "-o", "t.so"]
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -82,7 +83,9 @@ def symbol(name: str, *types: str) -> str:
 
 def loop(sym: str, out: str, types: list[str], expr: str) -> str:
     params = ", ".join(f"const {t}* __restrict p{i}" for i, t in enumerate(types))
-    args = " ".join(f"const {t} {v} = p{i}[i];" for i, (t, v) in enumerate(zip(types, "abc")))
+    args = " ".join(
+        f"const {t} {v} = p{i}[i];" for i, (t, v) in enumerate(zip(types, "abc", strict=False))
+    )
     return (
         f'extern "C" void {sym}(long n, {out}* __restrict o, {params}) {{\n'
         f"#pragma omp simd\nfor (long i = 0; i < n; ++i) {{ {args} o[i] = {expr}; }} }}\n"
@@ -125,7 +128,7 @@ def lib(tmp_path_factory):
     command = [
         "g++",
         *FLAGS,
-        *"-Wall -Wextra -Werror -shared -fPIC t.cpp -o t.so".split(" "),
+        *FLAGS_LIB,
         f"-I{HEADER}",
     ]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)

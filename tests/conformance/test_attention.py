@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tests.conformance.aten import check, check_rounded, dtype_of, express, randn
+from tests.conformance.aten import check, dtype_of, express, randn
 
 from onchip.backends.interpreter import evaluate
 from onchip.errors import OpaqueOperator
@@ -54,14 +54,14 @@ def test_grouped_queries(heads):
 
 def test_core_forms():
     q, k, v = inputs()
-    keep, added, _ = masks(5, 7)
+    added = masks(5, 7)[1]
     cpu = "aten._scaled_dot_product_flash_attention_for_cpu.default"
     check(cpu, q, k, v)
     check(cpu, *inputs(keys=5), 0.0, True)
-    check(cpu, q, k, v, attn_mask=added, only=1)
+    check(cpu, q, k, v, attn_mask=added)
     math = "aten._scaled_dot_product_attention_math.default"
     check(math, q, k, v)
-    check(math, q, k, v, keep)
+    check(math, q, k, v, added)
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=0.2)
     for name, between, count in [("flash", (), 9), ("efficient", (None, False), 4),
                                  ("cudnn", (None, False), 9)]:  # fmt: skip
@@ -74,7 +74,7 @@ def test_core_forms():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_low_precision(dtype):
-    check_rounded(SDPA, *inputs(dtype=dtype))
+    check(SDPA, *inputs(dtype=dtype))
 
 
 @pytest.mark.parametrize("block", [1, 3, 7, 64])
@@ -103,5 +103,8 @@ def test_left_to_the_library():
     q, k, v = inputs()
     with pytest.raises(OpaqueOperator, match="dropout"):
         express(SDPA, (q, k, v, None, 0.5), {})
+    core = "aten._scaled_dot_product_attention_math.default"
+    with pytest.raises(OpaqueOperator, match="mask of bool"):
+        express(core, (q, k, v, masks(5, 7)[0]), {})
     with pytest.raises(OpaqueOperator, match="mixed types"):
         express(SDPA, (q, k.double(), v), {})

@@ -227,6 +227,8 @@ def test_logic() -> None:
         for name in ("__lshift__", "__rshift__"):
             see(f"aten.{name}.Scalar", [x, 2])
         see("aten.bitwise_left_shift.Tensor_Scalar", [x, 2])
+        see("aten.bitwise_right_shift.Tensor_Scalar", [x, 2])
+        see("aten.bitwise_left_shift.Scalar_Tensor", [5, amount.clamp(0, 5)])
         see("aten.bitwise_right_shift.Scalar_Tensor", [100, amount.clamp(0, 5)])
 
 
@@ -305,6 +307,8 @@ def test_conversions() -> None:
     see("aten.clone.default", [sample((3,))], {"memory_format": torch.contiguous_format})
     with pytest.raises(OpaqueOperator, match="complex"):
         express("aten._to_copy.default", [sample((3,))], {"dtype": torch.complex64})
+    with pytest.raises(OpaqueOperator, match="float8"):
+        express("aten._to_copy.default", [sample((3,))], {"dtype": torch.float8_e4m3fn})
 
 
 def test_a_cast_to_half_rounds_where_it_stands() -> None:

@@ -242,6 +242,8 @@ class TensorEvaluation:
     # ---- reductions ----------------------------------------------------------------------------
 
     def _reduce(self, e: Reduce, ranges: dict[Axis, range], scope: Scope) -> Tile:
+        if not ranges:
+            return self.value(e.body, scope)
         if any(len(r) == 0 for r in ranges.values()):
             if e.monoid in ("argmax", "argmin"):
                 raise ValueError(f"{e.monoid} over an empty axis in {self.tensor}")

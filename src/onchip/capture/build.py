@@ -10,6 +10,7 @@ import torch
 from onchip.capture.captured import Slot
 from onchip.capture.export import INNER
 from onchip.capture.names import node_names, origin
+from onchip.capture.template import Bindings, evaluate
 from onchip.errors import CaptureError, InternalError, OpaqueOperator
 from onchip.ir.dtype import BY_LABEL, DType
 from onchip.ir.expr import Tensor, tensor
@@ -34,27 +35,14 @@ def dtype_of(dtype: torch.dtype) -> DType:
     return found
 
 
-def declare(val: torch.Tensor, name: str, where: str) -> Tensor:
-    """A tensor given from outside, with the shape, dtype and strides of a fake tensor."""
-    t = Tensor(name, _sizes(val.shape, where), dtype_of(val.dtype))
-    t.tag["strides"] = _sizes(val.stride(), where)
-    return t
-
-
-def _sizes(sizes: Any, where: str) -> tuple[int, ...]:
-    if not all(isinstance(s, int) for s in sizes):
-        raise CaptureError(
-            f"the shape of {where} depends on tensor data, which a compiled program can't know "
-            "in advance; compute it outside the model, or use masks of a fixed size"
-        )
-    return tuple(int(s) for s in sizes)
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class _Builder:
     """Walks an exported program once."""
 
-    def __init__(self, program: Any, module: torch.nn.Module) -> None:
-        self.program, self.module = program, module
+    def __init__(self, program: Any, module: torch.nn.Module, bindings: Bindings) -> None:
+        self.program, self.module, self.bindings = program, module, bindings
         self.env: dict[Any, Any] = {}  # FX node -> Tensor, or a nest of Tensors
         self.inputs: list[Tensor] = []
         self.constants: dict[Tensor, str] = {}
@@ -75,6 +63,10 @@ class _Builder:
             match n.op:
                 case "placeholder":
                     self.placeholder(n, specs[n.name])
+                case "call_function" if isinstance(n.meta.get("val"), _SYMBOLS):
+                    self.env[n] = evaluate(n.meta["val"], self.bindings)
+                case "call_function" if "_assert_scalar" in str(n.target) and self.bindings:
+                    pass  # Template.bind checked the conditions
                 case "call_function" if n in named:
                     self.call(n, *named[n])
                 case "call_function" if n.target is operator.getitem:
@@ -97,15 +89,35 @@ class _Builder:
     def placeholder(self, n: Any, spec: Any) -> None:
         kind = spec.kind.name
         if kind == "USER_INPUT":
-            t = declare(n.meta["val"], f"input{len(self.inputs)}", "an input")
+            t = self.declare(n.meta["val"], f"input{len(self.inputs)}")
             self.inputs.append(t)
         else:
             name = (spec.target or n.name).removeprefix(INNER + ".")
-            t = declare(n.meta["val"], name, name)
+            t = self.declare(n.meta["val"], name)
             self.constants[t] = name
             self.slots[t] = self.slot(kind, name, spec.target)
         self.env[n] = t
         self.by_name[spec.target or n.name] = self.by_name[n.name] = t
+
+    def declare(self, val: torch.Tensor, name: str) -> Tensor:
+        """A tensor given from outside, with the shape, dtype and strides of a fake tensor."""
+        t = Tensor(name, self.sizes(val.shape), dtype_of(val.dtype))
+        t.tag["strides"] = self.sizes(val.stride())
+        return t
+
+    def sizes(self, sizes: Any) -> tuple[int, ...]:
+        return tuple(int(evaluate(s, self.bindings)) for s in sizes)
+
+    def checked(self, t: Tensor, val: torch.Tensor, name: str) -> Tensor:
+        shape, dtype = self.sizes(val.shape), dtype_of(val.dtype)
+        if tuple(t.shape) != shape or t.dtype is not dtype:
+            raise InternalError(
+                f"{name}: derived {t.dtype.label}{list(t.shape)}, PyTorch gives "
+                f"{dtype.label}{list(shape)}; please report this"
+            )
+        t.name = name
+        t.tag["strides"] = self.sizes(val.stride())
+        return t
 
     def slot(self, kind: str, name: str, target: str) -> Slot:
         path, _, leaf = name.rpartition(".")
@@ -140,7 +152,7 @@ class _Builder:
         """FX arguments with our tensors in place of FX nodes."""
         match x:
             case torch.fx.Node():
-                if x not in self.env or not isinstance(self.env[x], Tensor):
+                if not isinstance(self.env.get(x), (Tensor, int, float)):
                     self.refuse(x)
                 return self.env[x]
             case tuple() | list():
@@ -152,7 +164,7 @@ class _Builder:
             case dict():
                 return {k: self.resolve(v) for k, v in x.items()}
             case torch.SymInt() | torch.SymFloat() | torch.SymBool():
-                raise CaptureError("a size that depends on tensor data can't be captured")
+                return evaluate(x, self.bindings)
         return x
 
     def express(self, call: LibraryCall, val: Any, name: str) -> tuple[Any, str]:
@@ -183,12 +195,12 @@ class _Builder:
             case None:
                 return None
             case torch.Tensor() if expressed is None:
-                return declare(val, name, name)
+                return self.declare(val, name)
             case torch.Tensor():
                 if expressed in inputs:  # a declaration may give its argument back unchanged
                     same = expressed
                     expressed = tensor(same.shape, same.dtype, lambda *i: same[i])
-                return _checked(expressed, val, name)
+                return self.checked(expressed, val, name)
             case tuple() | list():
                 parts = expressed if expressed is not None else [None] * len(val)
                 opaque = expressed is None
@@ -244,22 +256,13 @@ def _with_dtypes(x: Any) -> Any:
     return x
 
 
-def _checked(t: Tensor, val: torch.Tensor, name: str) -> Tensor:
-    shape, dtype = _sizes(val.shape, name), dtype_of(val.dtype)
-    if tuple(t.shape) != shape or t.dtype is not dtype:
-        raise InternalError(
-            f"{name}: derived {t.dtype.label}{list(t.shape)}, PyTorch gives "
-            f"{dtype.label}{list(shape)}; please report this"
-        )
-    t.name = name
-    t.tag["strides"] = _sizes(val.stride(), name)
-    return t
-
-
-def build(program: Any, module: torch.nn.Module) -> tuple[Graph, dict[Tensor, Slot]]:
-    """The graph of an exported program, and where its constants live in `module`.
+def build(
+    program: Any, module: torch.nn.Module, bindings: Bindings | None = None
+) -> tuple[Graph, dict[Tensor, Slot]]:
+    """The graph of an exported program, and where its constants live in `module`. `bindings`
+    gives the sizes that the program left symbolic.
 
     Raises CaptureError (a use that can't be compiled), InternalError (a declaration that does
     not agree with PyTorch).
     """
-    return _Builder(program, module).build()
+    return _Builder(program, module, bindings or {}).build()

@@ -12,9 +12,10 @@ from onchip.capture.build import build
 from onchip.capture.captured import TENSOR, Captured, Leaf
 from onchip.capture.cleanup import clean_up, prepare_constants
 from onchip.capture.containers import flatten, is_constant
-from onchip.capture.export import FunctionModule, export
+from onchip.capture.export import FunctionModule
 from onchip.capture.observe import observe
-from onchip.errors import CaptureError
+from onchip.capture.template import Templates
+from onchip.errors import CaptureError, InternalError
 
 
 def as_module(model: torch.nn.Module | Callable[..., Any]) -> torch.nn.Module:
@@ -25,22 +26,32 @@ def capture(
     model: torch.nn.Module | Callable[..., Any],
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
+    templates: Templates | None = None,
 ) -> Captured:
     """Trace `model` on these inputs into a functional graph.
 
     The model is run once in eager mode too, on copies of everything that it mutates, to learn
-    the strides and the aliasing of its results. Neither the model nor the inputs are changed.
+    the strides and the aliasing of its results. `templates` remembers exports of this model in
+    this state, so that further shapes need no tracing. Neither the model nor the inputs are
+    changed.
     Raises CaptureError in one line if the model can't be traced.
     """
     module = as_module(model)
     leaves, spec = flatten((tuple(args), dict(kwargs or {})))
     tensors, described = describe(leaves)
-    exported = export(module, spec, leaves, tensors)
-    graph, slots = build(exported.program, module)
+    exported, bindings = (templates or Templates()).export(module, spec, leaves, tensors)
+    graph, slots = build(exported.program, module, bindings)
     graph = clean_up(graph)
     slots = {t: s for t, s in slots.items() if t in graph.constants}
     results, changed, _ = observe(module, graph, slots, spec, leaves, tensors)
-    constants = tuple(TENSOR if x is None and is_tensor else x for x, is_tensor in exported.leaves)
+    if [r.shape for r in results] != [t.shape for t in graph.outputs]:
+        if templates is None or not bindings:
+            raise InternalError(
+                "the captured graph gives other shapes than eager mode; report this"
+            )
+        templates.forget(leaves, spec, tensors)
+        return capture(module, args, kwargs, templates)
+    constants = tuple(TENSOR if is_tensor else x for x, is_tensor in exported.leaves)
     captured = Captured(
         module=module,
         graph=graph,

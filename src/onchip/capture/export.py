@@ -58,11 +58,23 @@ class Exported:
     output_spec: Spec
     leaves: tuple[tuple[Any, bool], ...]
 
+    def fake_inputs(self) -> list[torch.Tensor]:
+        """What tracing knew about the user's inputs (sizes may be symbols)."""
+        specs = self.program.graph_signature.input_specs
+        user = {s.arg.name for s in specs if s.kind.name == "USER_INPUT"}
+        nodes = [n for n in self.program.graph.nodes if n.op == "placeholder" and n.name in user]
+        return [n.meta["val"] for n in nodes]
+
 
 def export(
-    module: torch.nn.Module, input_spec: Spec, leaves: list[Any], tensors: list[torch.Tensor]
+    module: torch.nn.Module,
+    input_spec: Spec,
+    leaves: list[Any],
+    tensors: list[torch.Tensor],
+    varying: list[set[int]] | None = None,
 ) -> Exported:
-    """Trace `module` on the leaves; `tensors` are its distinct tensors, in order.
+    """Trace `module` on the leaves; `tensors` are its distinct tensors, in order. Sizes of the
+    axes in `varying` (one set for each tensor) become symbols where the model allows it.
 
     Raises CaptureError: data-dependent control flow or shapes, unsupported Python, or whatever
     error the model itself raises on these inputs.
@@ -75,10 +87,14 @@ def export(
         return rebuild(input_spec, filled)
 
     seen: list[Any] = []
+    dynamic: dict[str, Any] = {}
+    if varying is not None:
+        axes = tuple({i: torch.export.Dim.AUTO for i in v} or None for v in varying)
+        dynamic["dynamic_shapes"] = {"tensors": axes}
     flat = _FlatModule(module, restore, seen)
     try:
         with export_lock, torch.no_grad(), _quiet(), _keep_python_state(module):
-            program = torch.export.export(flat, _apart(tensors), {}, strict=False)
+            program = torch.export.export(flat, _apart(tensors), {}, strict=False, **dynamic)
             program = _functional(program)
     except Exception as error:
         raise CaptureError(_explain(error)) from error

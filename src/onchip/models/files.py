@@ -177,7 +177,7 @@ def load_pt2(path: str, batch: int | None) -> Model:
         advice = "export it again with positional tensors only"
         raise UnknownModel(f"{path} was exported with keyword or nested inputs; {advice}")
     if batch is not None and inputs and batch != inputs[0].shape[0]:
-        _check_dynamic(path, program, inputs[0].shape[0])
+        _check_dynamic(path, program, int(inputs[0].shape[0]))
     return Model(
         path,
         program.module(),
@@ -188,8 +188,8 @@ def load_pt2(path: str, batch: int | None) -> Model:
 
 
 def _check_dynamic(path: str, program: torch.export.ExportedProgram, size: int) -> None:
-    first = program.graph_signature.user_inputs[0]
-    node: Any = next(node for node in program.graph.nodes if node.name == first)
+    names: Any = program.graph_signature.user_inputs
+    node: Any = next(node for node in program.graph.nodes if node.name == names[0])
     value = node.meta["val"]
     if isinstance(value.shape[0], int):
         advice = "export it again with that batch or a dynamic one"

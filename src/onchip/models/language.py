@@ -1,6 +1,7 @@
 """transformers' architectures from a configuration: random weights, plain tensors in and out."""
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -147,9 +148,9 @@ def _build(kind: str, *, small: bool) -> tuple[nn.Module, object]:
     return (model.get_encoder() if config.is_encoder_decoder else model), config
 
 
-def _small(config: object) -> dict:
+def _small(config: Any) -> dict[str, Any]:
     """Small values for those fields that the configuration has, as scalars."""
-    chosen = {
+    chosen: dict[str, Any] = {
         key: value
         for key, value in SMALL.items()
         if isinstance(getattr(config, key, None), int) and not _hierarchical(config)

@@ -187,7 +187,7 @@ def load(name: str, batch: int | None) -> Model:
     inputs = tuple(torch.randn(shape, generator=generator) for _ in range(pipeline.inputs))
     weights.unsettle(module, inputs)
     note = "built-in pipeline, random parameters (seed 0) and normal inputs of both signs"
-    return Model(f"pipeline:{name}", module, inputs, note, None)
+    return Model(f"pipeline:{name}", module, inputs, note, "Apache-2.0")
 
 
 def _shape(name: str, text: str) -> tuple[int, ...]:

@@ -3,8 +3,8 @@
 from onchip.ops import activations as activations
 from onchip.ops import attention as attention
 from onchip.ops import contractions as contractions
-from onchip.ops import convolution as convolution
 from onchip.ops import conversion as conversion
+from onchip.ops import convolution as convolution
 from onchip.ops import elementary as elementary
 from onchip.ops import indexing as indexing
 from onchip.ops import normalization as normalization

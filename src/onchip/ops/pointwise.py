@@ -108,14 +108,14 @@ def _divisible(name: str, a: Operand, b: Operand) -> DType:
     return dtype
 
 
-def _declare_remainder(name: str, fn: str) -> None:
-    @op(*(f"aten.{name}.{o}" for o in ("Tensor", "Scalar", "Scalar_Tensor")))
+def _declare_remainder(fn: str, *targets: str) -> None:
+    @op(*targets)
     def remainder(a: Operand, b: Operand) -> Tensor:
-        return pointwise(name, [a, b], lambda x, y: call(fn, x, y), _divisible(name, a, b))
+        return pointwise(fn, [a, b], lambda x, y: call(fn, x, y), _divisible(fn, a, b))
 
 
-_declare_remainder("fmod", "fmod")
-_declare_remainder("remainder", "mod")
+_declare_remainder("fmod", "aten.fmod.Tensor", "aten.fmod.Scalar")
+_declare_remainder("mod", *(f"aten.remainder.{o}" for o in ("Tensor", "Scalar", "Scalar_Tensor")))
 
 
 @op("aten.pow.Tensor_Scalar", "aten.pow.Tensor_Tensor", "aten.pow.Scalar")
@@ -222,9 +222,9 @@ def bitwise_not(x: Tensor) -> Tensor:
     return pointwise("bitwise_not", [x], lambda a: call("bitwise_not", a), x.dtype)
 
 
-def _declare_bitwise(fn: str, name: str, dunder: str) -> None:
+def _declare_bitwise(fn: str, name: str, dunder: str, number: str) -> None:
     @op(
-        *(f"aten.{name}.{o}" for o in ("Tensor", "Scalar", "Tensor_Scalar", "Scalar_Tensor")),
+        *(f"aten.{name}.{o}" for o in ("Tensor", number, "Scalar_Tensor")),
         f"aten.{dunder}.Tensor",
         f"aten.{dunder}.Scalar",
     )
@@ -236,6 +236,6 @@ def _declare_bitwise(fn: str, name: str, dunder: str) -> None:
 
 
 for _name in ("and", "or", "xor"):
-    _declare_bitwise(f"bitwise_{_name}", f"bitwise_{_name}", f"__{_name}__")
-_declare_bitwise("shift_left", "bitwise_left_shift", "__lshift__")
-_declare_bitwise("shift_right", "bitwise_right_shift", "__rshift__")
+    _declare_bitwise(f"bitwise_{_name}", f"bitwise_{_name}", f"__{_name}__", "Scalar")
+_declare_bitwise("shift_left", "bitwise_left_shift", "__lshift__", "Tensor_Scalar")
+_declare_bitwise("shift_right", "bitwise_right_shift", "__rshift__", "Tensor_Scalar")

@@ -22,8 +22,8 @@ def require_number(x: Any) -> Number:
 
 def real_dtype(dtype: Any) -> DType:
     """An element type argument that expressions have (complex types are opaque)."""
-    if not isinstance(dtype, DType):
-        raise OpaqueOperator(f"element type {dtype} is not one that expressions have")
+    if not isinstance(dtype, DType) or not dtype.is_computable:
+        raise OpaqueOperator(f"element type {dtype!r} is not one that expressions have")
     return dtype
 
 
@@ -32,7 +32,7 @@ def common_dtype(*operands: Tensor | Number) -> DType:
     ranked = []
     for x in operands:
         if isinstance(x, Tensor):
-            ranked.append((x.dtype, "tensor" if x.rank else "zero_dim"))
+            ranked.append((real_dtype(x.dtype), "tensor" if x.rank else "zero_dim"))
         else:
             ranked.append((scalar_dtype(require_number(x)), "scalar"))
     return result_type(ranked)

@@ -8,7 +8,7 @@ from typing import Any
 
 from onchip.errors import InputError, OpaqueOperator
 from onchip.ir.dtype import DType
-from onchip.ir.expr import Axis, Expr, Operand, Tensor, call, cast, fold, tensor, where
+from onchip.ir.expr import Axis, Expr, Operand, Tensor, call, cast, fold, lift, tensor, where
 from onchip.ops.promotion import normalize_dims, real_dtype
 from onchip.ops.registry import op
 from onchip.ops.views import reshape_index
@@ -50,7 +50,9 @@ def reduction(
             at = own | dict(zip(dims, over, strict=True))
             return element(x[tuple(at[d] for d in range(x.rank))], kept)
 
-        return finish(fold(monoid, [x.shape[d] for d in dims], inner), kept)
+        # a 0-d tensor has no axis to fold: its element is the whole
+        total = fold(monoid, [x.shape[d] for d in dims], inner) if dims else lift(inner())
+        return finish(total, kept)
 
     return tensor(reduced_shape(x, dims, keepdim), dtype, body, name)
 

@@ -114,8 +114,11 @@ class _Writer:
         return self.constant(x)
 
     def strides(self, t: Tensor) -> tuple[int, ...]:
+        planned = self.plan.layouts.get(t)
+        if planned is not None:
+            return tuple(planned)
         if t in self.memory.written:
-            return tuple(self.plan.layouts.get(t, contiguous_strides(t.shape)))
+            return contiguous_strides(t.shape)
         return tuple(t.tag.get("strides", contiguous_strides(t.shape)))
 
     # -- the program

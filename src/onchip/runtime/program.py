@@ -14,6 +14,7 @@ import torch
 from onchip.capture import schema
 from onchip.capture.captured import TENSOR, Captured
 from onchip.capture.containers import flatten, rebuild
+from onchip.capture.template import Templates
 from onchip.errors import CaptureError, InputError
 from onchip.planning.plan import KernelStep, LibraryStep, Plan
 from onchip.runtime.executable import Executable, write
@@ -21,7 +22,10 @@ from onchip.runtime.guards import StateGuard, ambient_key, input_key, overlaps
 from onchip.runtime.weights import Stale, Weights
 from onchip.settings import Settings
 
-Build = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], tuple[Captured, Plan]]
+# (module, args, kwargs, templates) -> what to run; see `capture`
+Build = Callable[
+    [torch.nn.Module, tuple[Any, ...], dict[str, Any], Templates], tuple[Captured, Plan]
+]
 
 
 @dataclass(eq=False)
@@ -101,6 +105,7 @@ class Program:
         self.module, self.build, self.settings = module, build, settings
         self.notes: list[str] = []
         self.table: dict[Any, list[Specialisation | EagerCall]] = {}
+        self.templates: tuple[StateGuard, tuple[Any, ...], Templates] | None = None
         self.lock = threading.RLock()
         self.clock = 0
         self.latest: Specialisation | None = None
@@ -197,7 +202,7 @@ class Program:
         else:
             with_overlap = ""
         try:
-            captured, plan = self.build(self.module, args, kwargs)
+            captured, plan = self.build(self.module, args, kwargs, self._templates(state, ambient))
         except CaptureError as error:
             if self.settings.uncapturable == "raise":
                 raise
@@ -211,6 +216,13 @@ class Program:
         entry = _make(captured, plan, state, ambient, leaves)
         self.latest = entry
         return entry
+
+    def _templates(self, state: StateGuard, ambient: tuple[Any, ...]) -> Templates:
+        """Exports of the model in its present state."""
+        known = self.templates
+        if known is None or not known[0].holds() or known[1] != ambient:
+            known = self.templates = (state, ambient, Templates())
+        return known[2]
 
     def _check_signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:

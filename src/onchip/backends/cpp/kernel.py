@@ -52,6 +52,7 @@ def emit_kernel(
     constants: frozenset[Tensor],
     options: KernelOptions,
     comment: str,
+    late: frozenset[Tensor] = frozenset(),
 ) -> KernelSource | Refusal:
     """C++ source of the nests, run one after the other. `strides`: elements, for every tensor
     that is an input or output."""
@@ -77,14 +78,15 @@ def emit_kernel(
         if isinstance(size, Refusal):
             return size
         most_scratch = max(most_scratch, size)
-    used = _used_inputs(list(reads), nests, panels, constants, buffers)
+    used = _used_inputs(list(reads), nests, panels, constants)
+    used.sort(key=lambda t: t in late)  # tensors derived at load come after the others
     text = _assemble(w, used, panels, produced, buffers, comment)
     return KernelSource(
         text, tuple(used), tuple(panels), tuple(produced), most_scratch, options.parallel
     )
 
 
-def _used_inputs(reads: list[Tensor], nests, panels, constants, buffers) -> list[Tensor]:
+def _used_inputs(reads: list[Tensor], nests, panels, constants) -> list[Tensor]:
     """Weights that are only read as packed panels need no pointer of their own."""
     packed_only = {ld.src for p in panels for ld in loads(p.matrix.body)}  # type: ignore[arg-type]
     elsewhere: set[Tensor] = set()

@@ -1,0 +1,205 @@
+"""Which operators become one kernel: greedy merging along data edges, each refusal kept.
+
+Producers are merged into consumers in execution order, most saved bytes first. A merge is legal
+if no other kernel would have to run between the two, and possible if the merged region has a
+loop nest within budget. Whether the fused kernel is also faster is decided later, by measuring.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from onchip.fusion.contraction import as_contraction
+from onchip.fusion.refusal import Refusal, Rule
+from onchip.fusion.region import Region, region_of
+from onchip.fusion.signature import signature
+from onchip.fusion.staging import stage
+from onchip.fusion.tiling import Machine, nests_for
+from onchip.ir.dtype import DType
+from onchip.ir.expr import Load, Stream, Tensor, loads, reduces, walk
+from onchip.ir.graph import Graph, Node
+
+Strides = tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Group:
+    nodes: list[Node]
+    opaque: bool
+    products: int = 0  # matrix products with constant weights
+    inner_products: int = 0  # matrix products of two activations
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Partition:
+    """groups in an order that respects dependencies; refusals by (producer, consumer) node."""
+
+    groups: tuple[Group, ...]
+    refusals: dict[tuple[Node, Node], Refusal]
+    merges: int
+
+
+@dataclass(eq=False)
+class Partitioner:
+    graph: Graph
+    strides: dict[Tensor, Strides]
+    constants: frozenset[Tensor]
+    machine: Machine
+    fuel: int | None = None
+    group_of: dict[Node, Group] = field(default_factory=dict)
+    refusals: dict[tuple[Node, Node], Refusal] = field(default_factory=dict)
+    memo: dict[str, Refusal | None] = field(default_factory=dict)
+    merges: int = 0
+
+    def __post_init__(self) -> None:
+        self.position = {n: i for i, n in enumerate(self.graph.nodes)}
+        self.producer = self.graph.producer()
+        self.users = self.graph.users()
+        for n in self.graph.nodes:
+            self.group_of[n] = self._single(n)
+
+    def _single(self, n: Node) -> Group:
+        group = Group([n], bool(n.opaque) or not supported(n))
+        for t in n.tensors:
+            for r in reduces(t.body):  # type: ignore[arg-type]
+                if as_contraction(r, t.axes) is None:
+                    continue
+                sides = [loads(a) for a in r.body.args]  # type: ignore[attr-defined]
+                fixed = any(all(ld.src in self.constants for ld in side) for side in sides)
+                group.products += fixed
+                group.inner_products += not fixed
+        return group
+
+    def region(self, nodes: list[Node]) -> Region:
+        return region_of(nodes, self.graph, self.constants, self.position)
+
+    def run(self) -> Partition:
+        for n in self.graph.nodes:
+            producers = [self.producer[t] for t in n.inputs if t in self.producer]
+            for p in sorted(dict.fromkeys(producers), key=lambda p: -_edge_bytes(p, n)):
+                self.try_merge(p, n)
+        return Partition(self._ordered(), self.refusals, self.merges)
+
+    def try_merge(self, p: Node, n: Node) -> None:
+        a, b = self.group_of[p], self.group_of[n]
+        if a is b:
+            return
+        refusal = self.merge_refusal(a, b)
+        if refusal is None and self.fuel is not None and self.merges >= self.fuel:
+            refusal = Refusal(Rule.FUEL, f"{p.name} -> {n.name}", f"fuel is {self.fuel}")
+        if refusal is not None:
+            self.refusals[p, n] = refusal
+            return
+        self.merges += 1
+        a.nodes += b.nodes
+        a.products += b.products
+        a.inner_products += b.inner_products
+        for x in b.nodes:
+            self.group_of[x] = a
+
+    def merge_refusal(self, a: Group, b: Group) -> Refusal | None:
+        """Why the two groups can't be one kernel; None if they can."""
+        for g in (a, b):
+            if g.opaque:
+                n = g.nodes[0]
+                return Refusal(Rule.OPAQUE, n.name, n.opaque or unsupported_reason(n))
+        if a.products + b.products > 1 or (
+            a.products + b.products and a.inner_products + b.inner_products
+        ):
+            return Refusal(
+                Rule.RECOMPUTE,
+                b.nodes[0].name,
+                "two matrix products with weights: each tile would stream both weights again",
+            )
+        between = self._path_between(a, b)
+        if between is not None:
+            return Refusal(Rule.CYCLE, between.name, f"through {between.name}")
+        region = self.region(a.nodes + b.nodes)
+        key = signature(region, self.strides, self.constants)
+        if key not in self.memo:
+            self.memo[key] = region_refusal(region, self.strides, self.machine)
+        return self.memo[key]
+
+    def _path_between(self, a: Group, b: Group) -> Node | None:
+        """A node outside both on a path from a to b (then fusing them would make a cycle)."""
+        last = max(self.position[n] for n in b.nodes)
+        stack = [n for n in a.nodes]
+        seen: set[int] = set()
+        while stack:
+            n = stack.pop()
+            for t in n.results:
+                for u in self.users.get(t, ()):
+                    g = self.group_of[u]
+                    if g is a:
+                        continue
+                    if g is b:
+                        if self.group_of[n] is not a:
+                            return n
+                        continue
+                    if self.position[u] <= last and id(u) not in seen:
+                        seen.add(id(u))
+                        # the whole group runs at once: leave it through any of its nodes
+                        stack += [x for x in g.nodes if id(x) not in seen or x is u]
+                        seen.update(id(x) for x in g.nodes)
+        return None
+
+    def _ordered(self) -> tuple[Group, ...]:
+        """Topological order of the groups (Kahn's algorithm, earliest node first)."""
+        import heapq
+
+        groups = list(dict.fromkeys(self.group_of[n] for n in self.graph.nodes))
+        for g in groups:
+            g.nodes.sort(key=self.position.__getitem__)
+        needs = {id(g): set() for g in groups}
+        feeds: dict[int, set[int]] = {id(g): set() for g in groups}
+        for g in groups:
+            for n in g.nodes:
+                for t in n.inputs:
+                    p = self.producer.get(t)
+                    if p is not None and self.group_of[p] is not g:
+                        needs[id(g)].add(id(self.group_of[p]))
+                        feeds[id(self.group_of[p])].add(id(g))
+        by_id = {id(g): g for g in groups}
+        ready = [(self.position[g.nodes[0]], id(g)) for g in groups if not needs[id(g)]]
+        heapq.heapify(ready)
+        out = []
+        while ready:
+            _, key = heapq.heappop(ready)
+            out.append(by_id[key])
+            for other in feeds[key]:
+                needs[other].discard(key)
+                if not needs[other]:
+                    heapq.heappush(ready, (self.position[by_id[other].nodes[0]], other))
+        assert len(out) == len(groups), "the partition has a cycle"
+        return tuple(out)
+
+
+def _edge_bytes(p: Node, n: Node) -> int:
+    return sum(t.nbytes for t in p.results if t in n.inputs)
+
+
+def region_refusal(
+    region: Region, strides: dict[Tensor, Strides], machine: Machine
+) -> Refusal | None:
+    staged = stage(region)
+    if isinstance(staged, Refusal):
+        return staged
+    nests = nests_for(staged, strides, machine)
+    return nests if isinstance(nests, Refusal) else None
+
+
+def supported(n: Node) -> bool:
+    return unsupported_reason(n) == ""
+
+
+def unsupported_reason(n: Node) -> str:
+    """What keeps an operator with an expression out of generated kernels."""
+    if n.opaque:
+        return n.opaque
+    for t in n.tensors:
+        for e in walk(t.body):  # type: ignore[arg-type]
+            if isinstance(e, Stream):
+                return "streams have no C++ lowering yet"
+            if isinstance(e, Load) and e.src.dtype not in set(DType):
+                return f"no generated code for {e.src.dtype}"
+    return ""

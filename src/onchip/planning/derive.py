@@ -1,0 +1,94 @@
+"""Values computed once from constants: packed weights, folded scales (Derived)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from onchip.backends.cpp.product import Panels
+from onchip.backends.interpreter import evaluate
+from onchip.ir.dtype import DType
+from onchip.ir.expr import Axis, Load, Tensor, loads
+from onchip.ir.graph import defined_by, reads
+from onchip.ir.index import bounds, linear
+from onchip.planning.plan import Derived
+
+
+def to_numpy(t: torch.Tensor) -> np.ndarray:
+    """The values, half precision as float32 (what the interpreter takes)."""
+    t = t.detach()
+    return (t.float() if t.dtype in (torch.bfloat16, torch.float16) else t).cpu().numpy()
+
+
+def derived_tensor(t: Tensor, available: frozenset[Tensor]) -> Derived:
+    """A tensor that depends on constants only, evaluated in float64 and rounded once."""
+    sources = _sources(t, available)
+    dtype = getattr(torch, t.dtype.label)
+
+    def compute(values: list[torch.Tensor]) -> torch.Tensor:
+        given = {s: to_numpy(v) for s, v in zip(sources, values, strict=True)}
+        (out,) = evaluate([t], given, exact=t.dtype.is_float)
+        return torch.from_numpy(np.array(out, copy=True)).to(dtype).contiguous()
+
+    return Derived(t.name, sources, compute)
+
+
+def _sources(t: Tensor, available: frozenset[Tensor]) -> tuple[Tensor, ...]:
+    inside = defined_by([t], available)
+    found = dict.fromkeys(s for x in inside for s in reads(x) if s not in set(inside))
+    return tuple(found)
+
+
+def packed(panels: Panels, width: int, available: frozenset[Tensor]) -> Derived:
+    """The right operand of a product in the order contract.h reads it:
+    [batch][ceil(N / width)][K][width], zeros beyond the last column, float32."""
+    matrix = panels.matrix
+    direct = _as_view(matrix, available)
+    sources = (direct,) if direct is not None else _sources(matrix, available)
+
+    def compute(values: list[torch.Tensor]) -> torch.Tensor:
+        if direct is not None:
+            dense = _strided_view(matrix, values[0])
+        else:
+            given = {s: to_numpy(v) for s, v in zip(sources, values, strict=True)}
+            (out,) = evaluate([matrix], given, exact=True)
+            dense = torch.from_numpy(np.ascontiguousarray(out, dtype=np.float32))
+        dense = dense.reshape(panels.batch, panels.k, panels.n)
+        padded_n = -(-panels.n // width) * width
+        out = torch.zeros(panels.batch, padded_n // width, panels.k, width)
+        whole = panels.n // width
+        if whole:
+            full = dense[:, :, : whole * width].reshape(panels.batch, panels.k, whole, width)
+            out[:, :whole] = full.transpose(1, 2)
+        if whole * width < panels.n:
+            out[:, whole, :, : panels.n - whole * width] = dense[:, :, whole * width :]
+        return out
+
+    return Derived(f"panels of {', '.join(s.name for s in sources)}", sources, compute)
+
+
+def _as_view(matrix: Tensor, available: frozenset[Tensor]) -> Tensor | None:
+    """The weight that the matrix is a strided view of, if it is one."""
+    body = matrix.body
+    if not isinstance(body, Load) or body.src not in available or body.src.dtype is not DType.F32:
+        return None
+    for i, n in zip(body.index, body.src.shape, strict=True):
+        lo, hi = bounds(i)
+        if lo < 0 or hi >= n or any(not isinstance(a, Axis) for a, _ in linear(i).terms):
+            return None
+    return body.src
+
+
+def _strided_view(matrix: Tensor, weight: torch.Tensor) -> torch.Tensor:
+    body = matrix.body
+    assert isinstance(body, Load)
+    strides, offset = [], weight.storage_offset()
+    forms = [linear(i) for i in body.index]
+    for a in matrix.axes:
+        steps = zip(forms, weight.stride(), strict=True)
+        strides.append(sum(f.coefficient(a) * s for f, s in steps))
+    offset += sum(f.constant * s for f, s in zip(forms, weight.stride(), strict=True))
+    return weight.detach().as_strided(matrix.shape, strides, offset)
+
+
+__all__ = ["derived_tensor", "loads", "packed", "to_numpy"]
