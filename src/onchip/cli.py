@@ -86,9 +86,11 @@ def analyze(
     dtype: DtypeOption = None,
     batch: BatchOption = None,
     top: Annotated[int, typer.Option(min=1, help="operators to list")] = 30,
+    graphs: Annotated[
+        bool, typer.Option("--graphs", help="price launches as nodes of a CUDA graph")
+    ] = False,
 ) -> None:
-    """Where the time goes, what limits it, and what fusion can gain at best. Runs no kernel of
-    the model's on DEVICE, and needs no GPU."""
+    """Where the time goes, what limits it, and what fusion can gain at best. Needs no GPU."""
     from onchip.analysis.summary import analyze as summarise
     from onchip.report.analysis import analysis_view
 
@@ -96,7 +98,7 @@ def analyze(
     with _progress() as step:
         step(f"capturing {model}", 0, 0)
         graph = _graph(model, dtype, batch)
-    _print(analysis_view(model, summarise(graph, ceilings), top))
+    _print(analysis_view(model, summarise(graph, ceilings, graphs), top))
 
 
 @app.command()

@@ -80,7 +80,7 @@ def test_analysis_sums_and_gains():
     a = analyze(g, datasheet("h200"))
     assert sum(r.share for r in a.rows) == pytest.approx(1.0)
     assert [r.kind for r in a.rows] == [Kind.CONTRACTION, Kind.POINTWISE, Kind.POINTWISE]
-    assert a.rows[1].bound is Bound.MEMORY
+    assert a.rows[1].bound is a.rows[1].running is Bound.MEMORY
     assert a.unfused.accesses == 6
     assert a.fused.accesses == 2
     assert len(a.potentials) == 1
@@ -117,6 +117,10 @@ def test_analysis_of_views_and_opaque_operators():
     assert a.rows[0].bound is None
     assert (a.predicted_us, a.rows[0].share) == (0.0, 0.0)
     y, z = given((50,), F32), given((50,), F32)
-    b = analyze(graph([y], [], [node("aten.sort.default", (y,), z)], z), ROUND)
+    b_graph = graph([y], [], [node("aten.sort.default", (y,), z)], z)
+    b = analyze(b_graph, ROUND)
     assert b.rows[0].totals.flops is None
-    assert b.rows[0].bound is Bound.LAUNCH
+    assert (b.rows[0].bound, b.rows[0].running) == (Bound.LAUNCH, Bound.MEMORY)
+    in_graph = analyze(b_graph, ROUND, graphs=True)
+    assert in_graph.predicted_us == pytest.approx(1.0)
+    assert b.predicted_us == pytest.approx(5.0)

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from onchip.capture import Templates, capture
-from onchip.capture import schema
+from onchip.capture import Templates, capture, schema
 from onchip.errors import CaptureError, InternalError
 from onchip.ops.registry import OPERATORS
 
@@ -88,14 +87,22 @@ def test_model_and_inputs_are_unchanged():
     seed = torch.random.get_rng_state()
     c = capture(m, (x,))
     assert torch.equal(torch.random.get_rng_state(), seed)
-    assert all(torch.equal(a, b) for a, b in zip(before.values(), m.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before.values(), m.state_dict().values(), strict=True)
+    )
     assert torch.equal(x, kept)
     assert [t._version for t in (*m.parameters(), *m.buffers(), x)] == versions
     assert [k.training for k in m.modules()] == flags
     assert [set(k.__dict__) for k in m.modules()] == keys
     assert all(p.grad is None for p in m.parameters())
     written = [m.target.name for m in c.graph.mutations]
-    assert written == ["count", "bn.running_mean", "bn.running_var", "bn.num_batches_tracked", "input0"]
+    assert written == [
+        "count",
+        "bn.running_mean",
+        "bn.running_var",
+        "bn.num_batches_tracked",
+        "input0",
+    ]
 
 
 def test_constants_are_slots_of_the_live_model():

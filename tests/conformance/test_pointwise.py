@@ -271,6 +271,9 @@ def test_combinations() -> None:
         for weight in (0.3, 0.5, 0.9, -1.5):
             see("aten.lerp.Scalar", [x, x.flip(0), weight])
         see("aten.lerp.Tensor", [x, y, z])
+        # written from the start, the end would be missed by a rounding of the distance
+        ends = [torch.tensor([2000.0], dtype=dtype), torch.tensor([0.1], dtype=dtype), 1.0]
+        see("aten.lerp.Scalar", ends, tol=(0, 0), reference="own")
         for value in (1, -0.5):
             see("aten.addcmul.default", [x, y, z], {"value": value})
             see("aten.addcdiv.default", [x, y, away_from_zero(z)], {"value": value})
@@ -400,6 +403,7 @@ def test_numbers_round_as_in_torch(dtype: torch.dtype) -> None:
     label = BY_LABEL[str(dtype).removeprefix("torch.")]
     generator = np.random.default_rng(0)
     numbers = [0.1, -0.1, 1e-8, 6e-8, 65519.0, 65520.0, 1e39, -1e39, 3.39e38, 3.4e38, math.inf]
+    numbers += [1 + k / 512 for k in range(9)] + [1 + k / 4096 for k in range(9)]  # ties to even
     numbers += list(generator.standard_normal(50) * 10.0 ** generator.integers(-9, 9, 50))
     for value in numbers:
         want = torch.tensor(value, dtype=torch.float64).to(dtype).double().item()

@@ -205,6 +205,13 @@ def test_parts() -> None:
     for sections in (2, 3, 9):
         see("aten.tensor_split.sections", x, sections, 1)
     see("aten.tensor_split.indices", x, [1, 4, 3, 9], 1)
+    SEEN.add("aten.diff.default")
+    for dtype in TYPES:
+        y = sample(x, dtype)
+        check("aten.diff.default", [y])
+        check("aten.diff.default", [y, 2, 1])
+        check("aten.diff.default", [y, 0, 1])
+        check("aten.diff.default", [y, 1, 0, y[:2], y[:1]])
     with pytest.raises(InputError, match="outside"):
         express("aten.select.int", [sample(x), 1, 7])
 

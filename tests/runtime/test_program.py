@@ -205,7 +205,9 @@ def test_weights_may_change_in_every_way():
     check()
     m[0].bias.data = torch.full((3,), 5.0)
     check()
-    state = {k: torch.rand_like(v) if v.is_floating_point() else v for k, v in m.state_dict().items()}
+    state = {
+        k: torch.rand_like(v) if v.is_floating_point() else v for k, v in m.state_dict().items()
+    }
     m.load_state_dict(state)
     check()
     m.load_state_dict({k: v * 3 for k, v in state.items()}, assign=True)

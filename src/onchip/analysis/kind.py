@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
 from math import prod
 
 from onchip.analysis.work import values
@@ -128,7 +127,6 @@ def _moves(fold: Reduce) -> bool:
     return False
 
 
-@lru_cache(maxsize=4096)
 def contraction(tensor: Tensor) -> Contraction | None:
     """The matrix product inside a tensor's expression (with any epilogue around it), or None.
     With several, the first in the expression."""

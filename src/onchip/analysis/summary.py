@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from onchip.analysis.kind import Kind, node_kind
+from onchip.analysis.kind import Kind
 from onchip.analysis.record import Totals, total
-from onchip.analysis.roofline import Bound, Ceilings, classify, kernel_us, launch_us
+from onchip.analysis.roofline import Bound, Ceilings, kernel_us, launch_us
 from onchip.analysis.traffic import Ledger, Traffic
-from onchip.analysis.work import node_flops
 from onchip.ir.dtype import DType
 from onchip.ir.graph import Graph, Node
 
@@ -20,7 +19,7 @@ from onchip.ir.graph import Graph, Node
 @dataclass(frozen=True, slots=True)
 class OperatorRow:
     """One operator run alone. predicted_us includes its launch; share is of the whole, 0..1;
-    bound is None for a view."""
+    bound is what limits it, running what does once it runs (launches apart); None for a view."""
 
     name: str
     op: str
@@ -29,6 +28,7 @@ class OperatorRow:
     predicted_us: float
     share: float
     bound: Bound | None
+    running: Bound | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +65,22 @@ class Analysis:
         return sum(r.share for r in self.rows if r.bound is bound)
 
 
-def analyze(graph: Graph, ceilings: Ceilings) -> Analysis:
-    """The analysis of a captured model on a device's ceilings."""
+def analyze(graph: Graph, ceilings: Ceilings, graphs: bool = False) -> Analysis:
+    """The analysis of a captured model on a device's ceilings. `graphs` prices a launch as a node
+    of a CUDA graph."""
     ledger = Ledger(graph)
     traffic = {n: ledger.operator(n) for n in graph.nodes}
-    times = {n: _time_us(t, [n], ceilings) for n, t in traffic.items()}
+    times = {n: _time_us(ledger, t, [n], ceilings, graphs) for n, t in traffic.items()}
     whole = sum(times.values())
     rows = tuple(
         OperatorRow(
             n.name,
             n.op,
-            node_kind(n),
+            ledger.kind(n),
             traffic[n].totals,
             times[n],
             times[n] / whole if whole else 0.0,
-            operator_bound(n, traffic[n], ceilings),
+            *_bounds(ledger, n, traffic[n], ceilings, graphs),
         )
         for n in graph.nodes
     )
@@ -92,7 +93,7 @@ def analyze(graph: Graph, ceilings: Ceilings) -> Analysis:
                 total(traffic[n].totals for n in group),
                 after.totals,
                 sum(times[n] for n in group),
-                _time_us(after, group, ceilings),
+                _time_us(ledger, after, group, ceilings, graphs),
             )
         )
     return Analysis(
@@ -103,37 +104,45 @@ def analyze(graph: Graph, ceilings: Ceilings) -> Analysis:
         tuple(sorted(potentials, key=lambda p: -p.gain_us)),
         whole,
         sum(p.after_us for p in potentials),
-        program_bound_us(graph, ceilings),
+        _bound_us(ledger, ceilings),
     )
 
 
-def operator_bound(node: Node, traffic: Traffic, ceilings: Ceilings) -> Bound | None:
-    """What limits an operator run alone; None for a view. Without an expression the FLOPs are
-    unknown, and only memory and launch can be told apart."""
+def _bounds(
+    ledger: Ledger, node: Node, traffic: Traffic, ceilings: Ceilings, graphs: bool
+) -> tuple[Bound | None, Bound | None]:
+    """What limits an operator run alone, and what does while it runs (launches apart). None for a
+    view. Without an expression the FLOPs are unknown, and count as none."""
     if not traffic.launches:
-        return None
-    compute, memory = compute_us([node], ceilings), ceilings.memory_us(traffic.dram_bytes)
-    if launch_us(ceilings) > max(compute, memory):
-        return Bound.LAUNCH
-    return Bound.COMPUTE if compute > memory else Bound.MEMORY
+        return None, None
+    compute = compute_us(ledger, [node], ceilings)
+    memory = ceilings.memory_us(traffic.dram_bytes)
+    running = Bound.COMPUTE if compute > memory else Bound.MEMORY
+    starts = launch_us(ceilings, graphs) > max(compute, memory)
+    return (Bound.LAUNCH if starts else running), running
 
 
 def program_bound_us(graph: Graph, ceilings: Ceilings) -> float:
     """The physical limit of a call: its inputs, outputs and parameters moved once, or its FLOPs
     done at the device's rates, whichever takes longer. No launch is counted."""
-    every = Ledger(graph).kernel(graph.nodes)
-    return max(ceilings.memory_us(every.dram_bytes), compute_us(graph.nodes, ceilings))
+    return _bound_us(Ledger(graph), ceilings)
 
 
-def compute_us(nodes: Iterable[Node], ceilings: Ceilings) -> float:
+def _bound_us(ledger: Ledger, ceilings: Ceilings) -> float:
+    nodes = ledger.graph.nodes
+    memory = ceilings.memory_us(ledger.kernel(nodes).dram_bytes)
+    return max(memory, compute_us(ledger, nodes, ceilings))
+
+
+def compute_us(ledger: Ledger, nodes: Iterable[Node], ceilings: Ceilings) -> float:
     """Microseconds that the known FLOPs of operators take at the rates of their types. PyTorch's
     defaults: convolutions in float32 may use TF32, matrix products may not."""
     scalar = matrix = 0.0
     for node in nodes:
-        work = node_flops(node)
+        work = ledger.flops(node)
         if not work:
             continue
-        if node_kind(node) is Kind.CONTRACTION:
+        if ledger.kind(node) is Kind.CONTRACTION:
             matrix += ceilings.compute_us(work, _dtype(node), True, "conv" in node.op)
         else:
             scalar += ceilings.compute_us(work, _dtype(node))
@@ -144,9 +153,14 @@ def _dtype(node: Node) -> DType:
     return node.results[0].dtype if node.results else DType.F32
 
 
-def _time_us(traffic: Traffic, nodes: Iterable[Node], ceilings: Ceilings) -> float:
-    running = max(ceilings.memory_us(traffic.dram_bytes), compute_us(nodes, ceilings))
-    return kernel_us(ceilings, running, traffic.launches) if traffic.launches else 0.0
+def _time_us(
+    ledger: Ledger, traffic: Traffic, nodes: Iterable[Node], ceilings: Ceilings, graphs: bool
+) -> float:
+    if not traffic.launches:
+        return 0.0
+    memory = ceilings.memory_us(traffic.dram_bytes)
+    running = max(memory, compute_us(ledger, nodes, ceilings))
+    return kernel_us(ceilings, running, traffic.launches, graphs)
 
 
 def groups(ledger: Ledger) -> list[tuple[Node, ...]]:
@@ -161,7 +175,7 @@ def groups(ledger: Ledger) -> list[tuple[Node, ...]]:
             continue
         before = [ledger.producer.get(ledger.stored(t)) for t in node.inputs]
         joins = [place[p] for p in before if p is not None]
-        kind = node_kind(node)
+        kind = ledger.kind(node)
         alone = kind in (Kind.CONTRACTION, Kind.OPAQUE)
         if alone or not joins or max(joins) in closed:
             found.append([])
@@ -171,10 +185,3 @@ def groups(ledger: Ledger) -> list[tuple[Node, ...]]:
         place[node] = max(joins)
         found[max(joins)].append(node)
     return [tuple(g) for g in found]
-
-
-def classify_totals(totals: Totals, ceilings: Ceilings, dtype: DType = DType.F32) -> Bound | None:
-    """The roofline class of a kernel of which only the totals are known; None without bytes."""
-    if totals.dram_bytes is None or not totals.launches:
-        return None
-    return classify(ceilings, totals.dram_bytes, totals.flops or 0, dtype)

@@ -66,14 +66,31 @@ class Traffic:
 
 
 class Ledger:
-    """The accounts of one graph: who produces and reads what, and which tensors are views."""
+    """The accounts of one graph: who produces and reads what, and which tensors are views. Facts
+    about an operator are worked out once."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.producer = graph.producer()
-        self.users = graph.users()
-        self.wanted = set(graph.output_tensors)
+        self.position = {n: i for i, n in enumerate(graph.nodes)}
+        self._facts: dict[Node, tuple[Kind, int | None, dict[Tensor, int]]] = {}
         self._free = {n: self._is_view(n) for n in graph.nodes}
+        self._wanted = {self.stored(t) for t in graph.output_tensors}
+        self._readers: dict[Tensor, set[Node]] = {}
+        for n in graph.nodes:
+            for t in () if self._free[n] else n.inputs:
+                self._readers.setdefault(self.stored(t), set()).add(n)
+
+    def kind(self, node: Node) -> Kind:
+        return self._about(node)[0]
+
+    def flops(self, node: Node) -> int | None:
+        return self._about(node)[1]
+
+    def _about(self, node: Node) -> tuple[Kind, int | None, dict[Tensor, int]]:
+        if node not in self._facts:
+            self._facts[node] = (node_kind(node), node_flops(node), _read_bytes(node))
+        return self._facts[node]
 
     def is_free(self, node: Node) -> bool:
         """True if the operator is a view: no kernel, no traffic."""
@@ -106,22 +123,23 @@ class Ledger:
 
     def kernel(self, nodes: Iterable[Node]) -> Traffic:
         """Traffic of `nodes` run as one kernel. What others, or the caller, read is written."""
-        inside = set(nodes)
-        work = [n for n in self.graph.nodes if n in inside and not self._free[n]]
+        work = sorted((n for n in set(nodes) if not self._free[n]), key=self.position.__getitem__)
         made = {t for n in work for t in n.results}
         seen: dict[Tensor, int] = {}
         for node in work:
-            for read, size in _read_bytes(node).items():
+            for read, size in self._about(node)[2].items():
                 chain = self._chain(read)
                 base = chain[-1]
                 if base not in made:
                     # an expanded slice is no more than the slice
                     size = min(size, *(t.nbytes for t in chain))
                     seen[base] = min(base.nbytes, seen.get(base, 0) + size)
-        escaping = {self.stored(t) for t in self._read_outside(inside)}
-        writes = tuple((t, t.nbytes) for t in made_in_order(work) if t in escaping)
-        inner = tuple((t, t.nbytes) for t in made_in_order(work) if t not in escaping)
-        flops = [node_flops(n) for n in work]
+        inside = set(work)
+        ordered = [(t, t.nbytes) for n in work for t in n.results]
+        escapes = {t for t in made if t in self._wanted or self._readers.get(t, inside) - inside}
+        writes = tuple(x for x in ordered if x[0] in escapes)
+        inner = tuple(x for x in ordered if x[0] not in escapes)
+        flops = [self.flops(n) for n in work]
         return Traffic(
             tuple((t, n) for t, n in seen.items() if t not in self.graph.constants),
             writes,
@@ -136,18 +154,6 @@ class Ledger:
         own = self.kernel((node,))
         unread = tuple((t, n) for t, n in own.on_chip)
         return Traffic(own.reads, own.writes + unread, own.parameters, (), own.flops, own.launches)
-
-    def _read_outside(self, inside: set[Node]) -> list[Tensor]:
-        """Tensors that kernels outside, or the caller, read (views read nothing themselves)."""
-        out = list(self.wanted)
-        for node in self.graph.nodes:
-            if node not in inside and not self._free[node]:
-                out.extend(node.inputs)
-        return out
-
-
-def made_in_order(nodes: Iterable[Node]) -> list[Tensor]:
-    return [t for n in nodes for t in n.results]
 
 
 def account(graph: Graph) -> Totals:

@@ -1,0 +1,1 @@
+"""Ways to run a region: the interpreter (the oracle), generated C++, the library."""

@@ -1,0 +1,1 @@
+"""Which operators could be one kernel: regions, legality, refusals, loop nests."""

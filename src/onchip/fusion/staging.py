@@ -55,6 +55,7 @@ class Staged:
     is_output: bool
     loops: tuple[Axis, ...]
     store: tuple[Expr, ...]
+    layout: tuple[int, ...] | None = None  # order of a scratch copy in memory, as strides
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -7,6 +7,7 @@ from math import ceil, prod
 
 from onchip.fusion.inline import substitute_simplified
 from onchip.fusion.nest import Nest, build_nest
+from onchip.fusion.operands import stage_operands
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.fusion.staging import Staged
 from onchip.ir.dtype import DType
@@ -38,6 +39,7 @@ def nests_for(
     """Nests for a region, best guess first; a Refusal names what none of the tiles satisfies."""
     outputs = [s for s in staged if s.is_output]
     root = max(outputs, key=lambda s: (s.tensor.numel, staged.index(s)))
+    staged = stage_operands(staged, strides)
     staged, root = in_layout_order(staged, root, strides)
     if not any(reduces(s.body) for s in staged):
         staged, root = coalesce(staged, root, strides)

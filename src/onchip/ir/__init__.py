@@ -1,0 +1,1 @@
+"""What a computation is: expressions, tensors, the graph, index bounds and algebra."""

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from onchip.errors import InputError, OpaqueOperator
+from onchip.ir.dtype import DType
 from onchip.ir.expr import Expr, Number, Tensor, call, cast, lift, tensor, where
 from onchip.ir.index import simplify
 from onchip.ops.promotion import common_dtype, compare, normalize_dim, rounded
@@ -134,6 +135,31 @@ def unfold(x: Tensor, dimension: int, size: int, step: int) -> Tensor:
     count = (x.shape[d] - size) // step + 1
     shape = (*x.shape[:d], count, *x.shape[d + 1 :], size)
     return viewed(x, shape, lambda *i: (*i[:d], i[d] * step + i[-1], *i[d + 1 : -1]), "unfold")
+
+
+@op("aten.diff.default")
+def diff(
+    x: Tensor,
+    n: int = 1,
+    dim: int = -1,
+    prepend: Tensor | None = None,
+    append: Tensor | None = None,
+) -> Tensor:
+    """Differences of neighbours along `dim`, taken n times; of bools, whether they differ."""
+    d = normalize_dim(dim, x.rank)
+    ends = [t for t in (prepend, x, append) if t is not None]
+    out = x if len(ends) == 1 else cat(ends, d)
+    for _ in range(n):
+        out = _difference(out, d)
+    return out if out is not x else slice_(x, d)
+
+
+def _difference(x: Tensor, d: int) -> Tensor:
+    shape = (*x.shape[:d], max(x.shape[d] - 1, 0), *x.shape[d + 1 :])
+    fn = "logical_xor" if x.dtype is DType.BOOL else "sub"
+    return tensor(
+        shape, x.dtype, lambda *i: call(fn, x[(*i[:d], i[d] + 1, *i[d + 1 :])], x[i]), "diff"
+    )
 
 
 # ---- joining -----------------------------------------------------------------------------------

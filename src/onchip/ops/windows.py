@@ -176,9 +176,7 @@ def _divisor(w: Window, at: Sequence[Expr], include_pad: bool) -> Operand:
     for dim, y in enumerate(at):
         k, s, p, size = w.kernel[dim], w.stride[dim], w.padding[dim], w.space[dim]
         low, high = (-p, size + p) if include_pad else (0, size)
-        ends = [
-            (max(o * s - p, low), min(o * s - p + k, size + p, high)) for o in range(w.out[dim])
-        ]
+        ends = [(max(o * s - p, low), min(o * s - p + k, high)) for o in range(w.out[dim])]
         counts = {b - a for a, b in ends}
         if len(counts) <= 1:
             constant *= counts.pop() if counts else 1

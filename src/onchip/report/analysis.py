@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from onchip.analysis.roofline import Bound, Ceilings
-from onchip.analysis.summary import Analysis
+from onchip.analysis.summary import Analysis, OperatorRow
 from onchip.report.text import UNKNOWN, count, improvement, quantity, time
 
 
@@ -45,7 +45,8 @@ def _operators(a: Analysis, top: int) -> Table:
         table.add_column(head, justify="right")
     table.add_column("limited by")
     for r in rows[:top]:
-        label = r.name if r.op in r.name else f"{r.name} ({r.op})"
+        op = r.op.strip("_").removeprefix("native_").removesuffix("_legit_no_training")
+        label = r.name if op in r.name else f"{r.name} ({op})"
         table.add_row(
             escape(label),
             r.kind.value,
@@ -54,13 +55,19 @@ def _operators(a: Analysis, top: int) -> Table:
             quantity(r.totals.dram_bytes, "B"),
             quantity(r.totals.flops),
             quantity(r.totals.intensity),
-            r.bound.value.removesuffix("-bound") if r.bound else "",
+            _limits(r),
         )
     if len(rows) > top:
         rest = rows[top:]
         share, us = sum(r.share for r in rest), sum(r.predicted_us for r in rest)
         table.add_row(f"… {len(rest)} more (--top N)", "", f"{share:.1%}", time(us))
     return table
+
+
+def _limits(r: OperatorRow) -> str:
+    """ "launch, then memory" for a kernel that takes less time than its launch."""
+    words = [b.value.removesuffix("-bound") for b in (r.bound, r.running) if b is not None]
+    return ", then ".join(dict.fromkeys(words))
 
 
 def _classes(a: Analysis) -> Table:

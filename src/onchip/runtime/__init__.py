@@ -1,0 +1,1 @@
+"""Running a plan: memory arena, program, guards, weights, verification."""

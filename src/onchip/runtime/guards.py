@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
@@ -80,11 +81,15 @@ def _numbers(v: Any) -> bool:
     return isinstance(v, tuple) and all(isinstance(x, _SIMPLE) for x in v)
 
 
-def overlaps(leaves: Sequence[torch.Tensor], mutated: Sequence[int], others: set[int]) -> bool:
-    """Whether a mutated tensor shares storage with another input, or with a constant whose
-    storage pointer is in `others`."""
-    storages = [x.untyped_storage().data_ptr() for x in leaves]
-    for i in mutated:
-        if storages[i] and (storages.count(storages[i]) > 1 or storages[i] in others):
-            return True
-    return False
+def overlaps(
+    inputs: Sequence[torch.Tensor],
+    mutated: Sequence[int],
+    constants: Sequence[torch.Tensor],
+    written: Sequence[torch.Tensor],
+) -> bool:
+    """Whether a tensor that is written (inputs at positions `mutated`, constants `written`)
+    shares storage with another input or constant."""
+    storages = Counter(t.untyped_storage().data_ptr() for t in (*inputs, *constants))
+    targets = [*(inputs[i] for i in mutated), *written]
+    pointers = (t.untyped_storage().data_ptr() for t in targets)
+    return any(p and storages[p] > 1 for p in pointers)

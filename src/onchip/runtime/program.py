@@ -16,6 +16,7 @@ from onchip.capture.captured import TENSOR, Captured
 from onchip.capture.containers import flatten, rebuild
 from onchip.capture.template import Templates
 from onchip.errors import CaptureError, InputError
+from onchip.ir.expr import Tensor
 from onchip.planning.plan import KernelStep, LibraryStep, Plan
 from onchip.runtime.executable import Executable, write
 from onchip.runtime.guards import StateGuard, ambient_key, input_key, overlaps
@@ -40,15 +41,23 @@ class Specialisation:
     ambient: tuple[Any, ...]
     positions: list[int] | None  # flat leaf of each graph input; None: leaves are the inputs
     mutated: list[int]  # graph inputs that are written
+    mutated_constants: list[Tensor]
     used: int = 0
+
+    @property
+    def writes(self) -> bool:
+        return bool(self.mutated or self.mutated_constants)
 
     @property
     def launches(self) -> int:
         """Kernels and library calls of one call; views launch nothing."""
         return sum(1 for s in self.plan.steps if isinstance(s, KernelStep) or _launches(s))
 
+    def inputs(self, leaves: Sequence[Any]) -> Sequence[torch.Tensor]:
+        return leaves if self.positions is None else [leaves[i] for i in self.positions]
+
     def run(self, leaves: Sequence[Any]) -> Any:
-        inputs = leaves if self.positions is None else [leaves[i] for i in self.positions]
+        inputs = self.inputs(leaves)
         now = self.weights.current()
         exe = self.executable
         arena = exe.arenas.take() if exe.arenas is not None else None
@@ -120,10 +129,10 @@ class Program:
         entry = self._find(key) or self._specialise(key, args, kwargs)
         if isinstance(entry, EagerCall):
             return self._eager(entry.reason, args, kwargs)
-        if entry.mutated and self._overlaps(entry, leaves):
-            reason = "an input that the model writes overlaps another: the original module runs"
-            return self._eager(reason, args, kwargs)
         try:
+            if entry.writes and self._overlaps(entry, leaves):
+                reason = "a tensor that the model writes overlaps another: the original runs"
+                return self._eager(reason, args, kwargs)
             return entry.run(leaves)
         except Stale:
             with self.lock:
@@ -169,9 +178,9 @@ class Program:
         return any(p.requires_grad for p in self.module.parameters())
 
     def _overlaps(self, entry: Specialisation, leaves: Sequence[Any]) -> bool:
-        inputs = leaves if entry.positions is None else [leaves[i] for i in entry.positions]
-        others = {t.untyped_storage().data_ptr() for t in entry.weights.current().tensors}
-        return overlaps(inputs, entry.mutated, others)
+        now = entry.weights.current()
+        written = [now.values[t] for t in entry.mutated_constants]
+        return overlaps(entry.inputs(leaves), entry.mutated, now.tensors, written)
 
     def _eager(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if reason not in self.notes:
@@ -197,10 +206,6 @@ class Program:
     def _new(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Specialisation | EagerCall:
         state, ambient = StateGuard(self.module), ambient_key()
         leaves, _ = _flatten_call(args, kwargs)
-        if _input_overlap(leaves):
-            with_overlap = "inputs overlap in memory, which compiled code can't write to safely"
-        else:
-            with_overlap = ""
         try:
             captured, plan = self.build(self.module, args, kwargs, self._templates(state, ambient))
         except CaptureError as error:
@@ -211,9 +216,11 @@ class Program:
             names = ", ".join(captured.python_state[:3])
             reason = f"forward() changes Python attributes of the model ({names}); it runs eagerly"
             return EagerCall(reason, state, ambient)
-        if with_overlap and captured.graph.mutations:
-            return EagerCall(f"{with_overlap}: the original module runs", state, ambient)
         entry = _make(captured, plan, state, ambient, leaves)
+        inputs = entry.inputs(leaves)
+        if any(0 in inputs[i].stride() and inputs[i].numel() > 1 for i in entry.mutated):
+            reason = "an input that the model writes overlaps itself: the original module runs"
+            return EagerCall(reason, state, ambient)
         self.latest = entry
         return entry
 
@@ -256,15 +263,6 @@ def _flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequen
     return flatten((args, kwargs))
 
 
-def _input_overlap(leaves: Sequence[Any]) -> bool:
-    tensors = {id(x): x for x in leaves if isinstance(x, torch.Tensor)}
-    storages = [x.untyped_storage().data_ptr() for x in tensors.values()]
-    storages = [s for s in storages if s]
-    if len(set(storages)) != len(storages):
-        return True
-    return any(0 in x.stride() and x.numel() > 1 for x in tensors.values())
-
-
 def _make(
     captured: Captured, plan: Plan, state: StateGuard, ambient: tuple[Any, ...],
     leaves: Sequence[Any],
@@ -280,9 +278,11 @@ def _make(
     plain = positions == list(range(len(captured.leaves)))
     place = {t: i for i, t in enumerate(captured.graph.inputs)}
     mutated = [place[m.target] for m in captured.graph.mutations if m.target in place]
+    constants = [m.target for m in captured.graph.mutations if m.target not in place]
     return Specialisation(
-        captured, plan, executable, weights, state, ambient, None if plain else positions, mutated
-    )
+        captured, plan, executable, weights, state, ambient, None if plain else positions,
+        mutated, constants,
+    )  # fmt: skip
 
 
 def _device(captured: Captured, leaves: Sequence[Any]) -> torch.device:

@@ -233,14 +233,12 @@ def _scratch_plan(nest: Nest, strides) -> tuple[dict[Tensor, tuple[int, Strides]
         if st.placement != "scratch":
             continue
         extents = [sp.extent for sp in st.box]
-        like = strides.get(st.tensor, contiguous(st.tensor.shape))
+        like = st.staged.layout or strides.get(st.tensor, contiguous(st.tensor.shape))
         order = sorted(range(len(extents)), key=lambda d: (-like[d], d))
         step, inner = 1, [0] * len(extents)
         for d in reversed(order):
             inner[d] = step
             step *= extents[d]
-            if d == order[-1] and len(order) > 1 and step > 16:
-                step = -(-step // 16) * 16
         out[st.tensor] = (offset, tuple(inner))
         offset += -(-step * st.tensor.dtype.size // 64) * 64
     return out, offset

@@ -276,15 +276,9 @@ def _bind_rows(w: Writer, names: dict[Axis, str]) -> None:
 def _direct_form(product: Product, buffers: dict[Tensor, Buffer]) -> tuple[Load, int] | None:
     """The left operand as a plain load whose K elements are contiguous, and the distance between
     neighbouring rows (0 if it varies)."""
-    left = product.left
-    if not isinstance(left, Load) or left.src.dtype is not DType.F32:
+    left = _plain_load(product)
+    if left is None:
         return None
-    for i, n in zip(left.index, left.src.shape, strict=True):
-        if any(isinstance(x, Load) for x in _atoms(i)):
-            return None
-        lo, hi = bounds(i)
-        if lo < 0 or hi >= n:
-            return None
     strides = buffers[left.src].strides
     run = 1
     for a in reversed(product.k_axes):
@@ -296,12 +290,6 @@ def _direct_form(product: Product, buffers: dict[Tensor, Buffer]) -> tuple[Load,
     last = [a for a in product.m_axes if a.extent > 1][-1:]
     step = stride_along(left.index, strides, last[0]) if last else 0
     return left, step or 0
-
-
-def _atoms(e: Expr) -> list[Expr]:
-    from onchip.ir.expr import walk
-
-    return list(walk(e))
 
 
 def _left_operand(
@@ -328,6 +316,13 @@ def _left_operand(
     w.open(f"for (long {row} = 0; {row} < mcount; ++{row})", {})
     _bind_rows(w, _decode(w, f"(m0 + {row})", product, limits, counts))
     w.line(f"float* const line = to + {row} * ld;")
+    run = _copy_run(product, w.buffers)
+    if run is not None:
+        _copy_rows(w, product, *run)
+        w.close()
+        w.close()
+        w.line(";")
+        return f"onchip::packed_rows({name})", 0
     w.open(f"if (k0 == 0 && kc == {product.k}l)", {})
     _pack_whole_row(w, product)
     w.close()
@@ -338,6 +333,76 @@ def _left_operand(
     w.close()
     w.line(";")
     return f"onchip::packed_rows({name})", 0
+
+
+def _plain_load(product: Product) -> Load | None:
+    """The left operand as a float load that never leaves its tensor."""
+    left = product.left
+    if not isinstance(left, Load) or left.src.dtype is not DType.F32:
+        return None
+    for i, n in zip(left.index, left.src.shape, strict=True):
+        lo, hi = bounds(i)
+        if lo < 0 or hi >= n or not is_linear(i):
+            return None
+    return left
+
+
+def _copy_run(
+    product: Product, buffers: dict[Tensor, Buffer]
+) -> tuple[Load, tuple[Axis, ...], int] | None:
+    """A plain load whose innermost K axes are contiguous: (load, outer K axes, run in floats)."""
+    left = _plain_load(product)
+    if left is None:
+        return None
+    strides = buffers[left.src].strides
+    run, outer = 1, list(product.k_axes)
+    while outer and stride_along(left.index, strides, outer[-1]) == run:
+        run *= outer.pop().extent
+    return (left, tuple(outer), run) if run >= 8 else None
+
+
+def _copy_rows(w: Writer, product: Product, left: Load, outer: tuple[Axis, ...], run: int) -> None:
+    """Runs of contiguous floats: the whole row unrolled where K is not cut, else the runs'
+    intersections with [k0, k0 + kc)."""
+    zero: dict[Axis, Expr] = {a: Const(0, DType.I64) for a in product.k_axes if a not in outer}
+    index = tuple(simplify(substitute(i, zero)) for i in left.index)
+    w.open(f"if (k0 == 0 && kc == {product.k}l)", {})
+    names = {a: w.fresh("k") for a in outer}
+    for a in outer:
+        w.open(loop_head(names[a], "0", f"{a.extent}l"), {a: names[a]})
+    text, _, _ = w.address(left.src, index, w.buffers[left.src])
+    base = _flat_index(names, outer) if outer else "0l"
+    source = f"{w.buffers[left.src].pointer} + ({text})"
+    w.line(f"memcpy(line + ({base}) * {run}l, {source}, {run} * sizeof(float));")
+    for _ in outer:
+        w.close()
+    w.close()
+    w.open("else", {})
+    k, first, count = w.fresh("k"), w.fresh("first"), w.fresh("count")
+    w.open(f"for (long {k} = k0, {count}; {k} < k0 + kc; {k} += {count})", {})
+    w.line(f"const int64_t {first} = int32_t({k}) % {run};")
+    w.line(f"{count} = onchip::least({run}l - {first}, k0 + kc - {k});")
+    _decode_outer(w, outer, f"int32_t({k}) / {run}")
+    text, _, _ = w.address(left.src, index, w.buffers[left.src])
+    source = f"{w.buffers[left.src].pointer} + ({text}) + {first}"
+    w.line(f"memcpy(line + ({k} - k0), {source}, {count} * sizeof(float));")
+    w.close()
+    w.close()
+
+
+def _decode_outer(w: Writer, outer: tuple[Axis, ...], rest: str) -> None:
+    """Bind the outer K axes from their flat number."""
+    for pos, a in enumerate(reversed(outer)):
+        name = w.fresh("k")
+        if pos == len(outer) - 1:
+            w.line(f"const int64_t {name} = {rest};")
+        else:
+            quotient = w.fresh("q")
+            w.line(f"const int64_t {name} = ({rest}) % {a.extent};")
+            w.line(f"const int32_t {quotient} = ({rest}) / {a.extent};")
+            rest = quotient
+        w.levels[-1].bound[a] = name
+        w.where[name] = w.depth
 
 
 def _pack_whole_row(w: Writer, product: Product) -> None:
@@ -358,18 +423,7 @@ def _pack_part_of_row(w: Writer, product: Product) -> None:
     w.open(f"for (long {k} = k0, {run}; {k} < k0 + kc; {k} += {run})", {})
     w.line(f"const int64_t {first} = int32_t({k}) % {inner.extent};")
     w.line(f"{run} = onchip::least({inner.extent}l - {first}, k0 + kc - {k});")
-    rest = f"int32_t({k}) / {inner.extent}"
-    for pos, a in enumerate(reversed(outer)):
-        name = w.fresh("k")
-        if pos == len(outer) - 1:
-            w.line(f"const int64_t {name} = {rest};")
-        else:
-            quotient = w.fresh("q")
-            w.line(f"const int64_t {name} = ({rest}) % {a.extent};")
-            w.line(f"const int32_t {quotient} = ({rest}) / {a.extent};")
-            rest = quotient
-        w.levels[-1].bound[a] = name
-        w.where[name] = w.depth
+    _decode_outer(w, tuple(outer), f"int32_t({k}) / {inner.extent}")
     _run(w, product, inner, w.fresh("k"), first, f"{first} + {run}", f"{k} - k0 - {first}")
     w.close()
 

@@ -255,7 +255,7 @@ class Writer:
         text, at, _ = self.address(e.src, at_start, buffer)
         at = max(at, self.level_of_name(condition))
         pointer = self.define(
-            None, f"{condition} ? {buffer.pointer} + ({text}) : {row}", f"{kind} const*", at
+            None, f"{condition} ? {buffer.pointer} + ({text}) : {row}", f"{kind}*", at
         )
         inner = f"{self.value(v)} - {self.value(first)}"
         return self.define(e, f"{pointer}[{inner}]", kind, level)

@@ -1,0 +1,71 @@
+import json
+
+import pytest
+import torch
+
+from onchip.analysis.roofline import Ceilings
+from onchip.errors import CacheError, OnchipError
+from onchip.planning import machine
+
+FOUND = Ceilings("p", 10.0, {"float32": 20.0}, 3.0, "test", gpu=False)
+
+
+@pytest.fixture
+def counted(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setenv("ONCHIP_CACHE", str(tmp_path))
+    monkeypatch.setattr(machine, "_measure_cpu", lambda: calls.append(1) or FOUND)
+    monkeypatch.setattr(machine, "_load", lambda: 0.5)
+    return calls
+
+
+def test_measured_once_and_kept(counted, tmp_path):
+    assert machine.measure() == machine.measure() == FOUND
+    assert len(counted) == 1
+    machine.measure(refresh=True)
+    assert len(counted) == 2
+    assert len(list(tmp_path.glob("machine-*.json"))) == 1
+
+
+def test_other_threads_are_another_machine(counted, monkeypatch):
+    machine.measure()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    machine.measure()
+    assert len(counted) == 2
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"load": 0, "ceilings": {"x": 1}}'])
+def test_a_damaged_file_is_measured_again(counted, tmp_path, text):
+    machine.measure()
+    (path,) = tmp_path.glob("machine-*.json")
+    path.write_text(text)
+    assert machine.measure() == FOUND
+    assert len(counted) == 2
+    assert json.loads(path.read_text())["load"] == 0.5
+
+
+def test_figures_from_a_busy_machine_are_replaced_on_a_quiet_one(counted, monkeypatch):
+    monkeypatch.setattr(machine, "_load", lambda: 100.0)
+    machine.measure()
+    machine.measure()
+    assert len(counted) == 1  # still as busy
+    monkeypatch.setattr(machine, "_load", lambda: 1.0)
+    machine.measure()
+    assert len(counted) == 2
+
+
+def test_errors(monkeypatch, tmp_path):
+    with pytest.raises(OnchipError, match="'cpu' or 'cuda'"):
+        machine.measure("meta")
+    (tmp_path / "f").write_text("")
+    monkeypatch.setenv("ONCHIP_CACHE", str(tmp_path / "f" / "g"))
+    with pytest.raises(CacheError, match="ONCHIP_CACHE"):
+        machine.measure()
+
+
+def test_the_real_measurement_is_within_physics(monkeypatch):
+    small = machine._copy_us(1 << 20, "cpu", lambda run: machine._best_us(run, 3))
+    gbs = 2 * 4 * (1 << 20) / small / 1e3
+    assert 0.1 < gbs < 5000
+    slow = machine._best_us(lambda: torch.ones(1 << 20), 2)
+    assert slow > machine._best_us(lambda: torch.ones(8), 2)

@@ -1,0 +1,179 @@
+"""The command line as a user runs it; the optimiser is replaced where it is not the subject."""
+
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from onchip import cli
+from onchip.errors import OnchipError
+from onchip.report import KernelRow, Report, Totals
+
+runner = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    env = {"OMP_NUM_THREADS": "1", "ONCHIP_CACHE": str(tmp_path_factory.mktemp("cache"))}
+    return {**os.environ, **env}
+
+
+def run(*args, env):
+    return subprocess.run(
+        [sys.executable, "-m", "onchip", *args],
+        capture_output=True,
+        text=True,
+        env=env,
+        check=False,
+    )
+
+
+def one_line_error(done):
+    assert done.returncode == 2
+    assert done.stdout == ""
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1
+    return lines[0]
+
+
+def test_unknown_model_is_one_line_and_exit_code_2(environment):
+    line = one_line_error(run("analyze", "nonsense:model", "--device", "h200", env=environment))
+    assert line.startswith("onchip: ")
+    assert "nonsense" in line
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        (("analyze", "pipeline:add-mul", "--device", "tpu"), "known are a100"),
+        (("optimize", "pipeline:add-mul", "--device", "tpu"), "use cpu or cuda"),
+        (("analyze", "pipeline:add-mul", "--device", "h200", "--dtype", "int4"), "use fp32, bf16"),
+    ],
+)
+def test_a_wrong_choice_is_one_line(args, part, environment):
+    assert part in one_line_error(run(*args, env=environment))
+
+
+def test_analyze_needs_no_gpu(environment):
+    done = run("analyze", "pipeline:conv-relu-bn-pool", "--device", "h200", env=environment)
+    assert done.returncode == 0, done.stderr
+    for part in ("contraction", "window", "roofline classes", "accesses 8 -> 2", "launches 4 -> 1",
+                 "physical limit"):  # fmt: skip
+        assert part in done.stdout
+
+
+def test_help_does_not_import_torch():
+    code = (
+        "import sys; from typer.testing import CliRunner; from onchip import cli;"
+        "r = CliRunner().invoke(cli.app, ['--help']); assert r.exit_code == 0, r.output;"
+        "assert 'optimize' in r.output; sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+class _Program:
+    sources = {"k0/a": "int kernel();", "k1": "@triton.jit\ndef k(): ..."}  # noqa: RUF012
+
+    def __init__(self):
+        self.saved = None
+
+    def save(self, path):
+        self.saved = path
+
+
+@pytest.fixture
+def api(monkeypatch):
+    """onchip.api with an `optimize` that records its arguments."""
+    fake = types.ModuleType("onchip.api")
+    fake.calls, fake.program = [], _Program()
+    report = Report(
+        "m", "cpu", "float32", Totals(2, 5, 50, 10, 20.0), Totals(1, 3, 30, 10, 10.0),
+        kernels=(KernelRow("k0", ("add", "mul"), "cpp"),),
+    )  # fmt: skip
+
+    def optimize(model, **options):
+        options.pop("progress")("fusing", 1, 2)
+        fake.calls.append((model, options))
+        if model == "broken":
+            raise OnchipError("two\nlines")
+        return fake.program, report
+
+    fake.optimize = optimize
+    monkeypatch.setitem(sys.modules, "onchip.api", fake)
+    monkeypatch.setattr("onchip.api", fake, raising=False)
+    return fake
+
+
+def test_optimize_writes_what_is_asked_for(api, tmp_path):
+    import torch
+
+    html, out, saved = tmp_path / "r.html", tmp_path / "r.json", tmp_path / "p.onchip"
+    done = runner.invoke(
+        cli.app,
+        ["optimize", "m", "--dtype", "bf16", "--batch", "3", "--peers", "--report", str(html),
+         "--json", str(out), "--save", str(saved)],
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert api.calls == [
+        ("m", {"device": "cpu", "dtype": torch.bfloat16, "batch": 3, "peers": True})
+    ]
+    assert "tensor accesses" in done.output
+    assert "40% less" in done.output
+    assert Report.from_json(out.read_text()).speedup == 2.0
+    assert "<svg" in html.read_text()
+    assert api.program.saved == saved
+
+
+def test_json_to_stdout_is_json_alone(api):
+    done = runner.invoke(cli.app, ["optimize", "m", "--json", "-"])
+    assert json.loads(done.stdout)["unfused"]["launches"] == 2
+
+
+def test_why_and_kernels(api, tmp_path):
+    assert "one kernel, k0" in runner.invoke(cli.app, ["why", "m", "add", "mul"]).output
+    assert "int kernel();" in runner.invoke(cli.app, ["kernels", "m"]).output
+    done = runner.invoke(cli.app, ["kernels", "m", "--out", str(tmp_path / "new")])
+    assert done.exit_code == 0, done.output
+    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["k0_a.cpp", "k1.py"]
+
+
+def test_bench_checks_its_result(monkeypatch):
+    fake = types.ModuleType("onchip.report.bench")
+    result = {"suite": "s", "device": "d", "versions": {}, "date": "2026-01-01", "rows": []}
+    fake.run = lambda suite, peers: {**result, "suite": suite}
+    monkeypatch.setitem(sys.modules, "onchip.report.bench", fake)
+    assert json.loads(runner.invoke(cli.app, ["bench", "memory"]).stdout)["suite"] == "memory"
+    fake.run = lambda suite, peers: {"suite": suite}
+    broken = runner.invoke(cli.app, ["bench", "memory"])
+    assert isinstance(broken.exception, OnchipError)
+
+
+def test_main_flattens_a_message(api, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["onchip", "optimize", "broken"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "onchip: two lines\n"
+
+
+def test_doctor_says_what_is_missing(monkeypatch, tmp_path):
+    from onchip.analysis.roofline import Ceilings
+    from onchip.planning import doctor
+
+    made_up = Ceilings("proc", 12.0, {"float32": 34.0}, 5.0, "made up", gpu=False)
+    monkeypatch.setattr(doctor, "ceilings", lambda refresh: [made_up])
+    monkeypatch.setattr(doctor, "version", lambda name: None)
+    monkeypatch.setenv("ONCHIP_CACHE", str(tmp_path / "c"))
+    out = runner.invoke(cli.app, ["doctor"]).output
+    for part in ("copy 12 GB/s", "34 GFLOP/s", "C++ compiler", "not installed"):
+        assert part in out
+    assert Path(tmp_path / "c").is_dir()
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ONCHIP_CACHE", str(tmp_path / "file" / "c"))
+    assert dict((r[0], r[1]) for r in doctor.examine())["cache folder"] == "unusable"
