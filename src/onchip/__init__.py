@@ -6,7 +6,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_API = ("compile", "optimize", "analyze", "load", "Settings", "Program", "Report")
+_API = ("compile", "optimize", "analyze", "Settings", "Program", "Report")
 
 
 def __getattr__(name: str) -> Any:

@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+import math
+import platform
+import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from onchip.analysis.roofline import Ceilings, datasheet
+from onchip.analysis.summary import Analysis
+from onchip.analysis.summary import analyze as summarise
 from onchip.capture import Captured, Templates, capture, fold_batch_norm
 from onchip.capture.capture import as_module
 from onchip.capture.containers import flatten
+from onchip.errors import CompilerError, InputError, OnchipError
+from onchip.models import resolve
+from onchip.models.model import Model
+from onchip.planning import assess, machine, peers
+from onchip.planning.assess import EAGER, FUSED, LIBRARY, Compiled, Measured, Outcome
 from onchip.planning.plan import LibraryStep, Plan
-from onchip.planning.planner import Planned, plan
+from onchip.planning.planner import Planned, Progress, have_compiler, plan
+from onchip.report import Report
+from onchip.report.build import Facts, build_report
 from onchip.runtime.program import Program
+from onchip.runtime.verify import Verification, verify
 from onchip.settings import Settings
+
+# A program's error may not exceed eager's by more than roundings in another order explain.
+ERROR_FACTOR = 4.0
+NO_COMPILER = "no C++ compiler was found, so the library runs every operator: see onchip doctor"
+MEASURE_S = 4.0  # seconds that the forms of a program are timed for its report
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """No progress display."""
 
 
 def compile(
@@ -21,29 +45,169 @@ def compile(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
     settings: Settings = Settings(),
+    *,
+    name: str = "",
+    progress: Progress = _silent,
 ) -> Program:
     """A program with the model's own signature and outputs, specialised for these inputs (and,
-    by itself, for others when they come).
+    by itself, for others when they come). The model is never changed.
 
-    Raises CaptureError if the model can't be captured, InputError if the arguments do not fit it.
+    Never slower: each specialisation is timed against the model as given before it ships (once:
+    the outcome is cached). `program.report()` says what was fused, and which form ships.
+    Raises CaptureError if the model can't be captured, InputError if the arguments do not fit it
+    or do not live on the CPU, CacheError if the cache folder can't be written.
     """
-
-    last: list[Planned] = []
+    latest: list[Compiled] = []
+    notes: list[str] = []
 
     def build(
         module: torch.nn.Module, a: tuple[Any, ...], k: dict[str, Any], templates: Templates
     ) -> tuple[Captured, Plan]:
-        captured = capture(module, a, k, templates)
-        if settings.fold_batch_norm and settings.numerics == "fast":
-            captured = fold_batch_norm(captured)
-        inputs = graph_inputs(captured, a, k)
-        planned = plan(captured, inputs, settings)
-        last[:] = [planned]
-        return captured, planned.plan
+        compiled = _build(module, a, k, templates, settings, progress)
+        latest[:] = [compiled]
+        notes.extend(n for n in compiled.notes if n not in notes)
+        return _form(compiled)
 
-    program = Program(as_module(model), tuple(args), dict(kwargs or {}), build, settings)
-    program.planned = last
+    args, kwargs = tuple(args), dict(kwargs or {})
+    _check_devices(model, args, kwargs)
+    module = as_module(model)
+    program = Program(module, args, kwargs, build, settings)
+    title = name or type(module).__name__
+    program.notes = notes
+    program.compiled = latest
+    program.describe = lambda: _report(title, latest)
     return program
+
+
+def optimize(
+    spec: str | Model,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+    batch: int | None = None,
+    peers: bool = False,
+    settings: Settings = Settings(),
+    progress: Progress | None = None,
+) -> tuple[Program, Report]:
+    """Analyse, fuse, verify against eager and float64, and measure a MODEL.
+
+    `spec` is a MODEL as on the command line, or what onchip.models.resolve returned. `peers` also
+    measures other compilers. Raises UnknownModel, CaptureError and the like in one line, and
+    VerificationError if the program's results are not as exact as eager's.
+    """
+    _check_device(device)
+    step = progress or _silent
+    step("loading the model", 0, 0)
+    found = resolve(spec, batch=batch, dtype=dtype) if isinstance(spec, str) else spec
+    with torch.no_grad():
+        step("capturing", 0, 0)
+        program = compile(
+            found.module, found.example_inputs, settings=settings, name=found.name, progress=step
+        )
+        step("verifying against float64", 0, 0)
+        verified = verify(program, found.module, found.example_inputs)
+        judge(verified, found.name)
+        step("measuring", 0, 0)
+        measured = _measure(program, found.module, found.example_inputs, peers)
+        ceilings = machine.measure("cpu")
+    notes = [found.note] if found.note else []
+    if verified.reference != "float64":
+        notes.append(f"no float64 reference: {verified.reference}")
+    report = _full_report(found, program, verified, measured, ceilings, tuple(notes))
+    program.describe = lambda: report
+    return program, report
+
+
+def analyze(
+    model: str | torch.nn.Module | Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+    batch: int | None = None,
+) -> Analysis:
+    """Facts only: every operator's bytes, FLOPs, roofline class and share of the time, and what
+    fusion can gain at best. `device` is "h200", "a100" ... (data sheet) or "cpu" (measured here,
+    the default). `model` is a MODEL as on the command line, or a module with its arguments."""
+    if isinstance(model, str):
+        found = resolve(model, batch=batch, dtype=dtype)
+        model, args = found.module, found.example_inputs
+    name = device or "cpu"
+    known = name.partition(":")[0] in ("cpu", "cuda")
+    ceilings = machine.measure(name) if known else datasheet(name)
+    return summarise(capture(model, tuple(args), kwargs).graph, ceilings)
+
+
+# ---- one specialisation ------------------------------------------------------------------------
+
+
+def _build(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    templates: Templates,
+    settings: Settings,
+    progress: Progress,
+) -> Compiled:
+    """Capture, plan, and decide which form ships."""
+    start = time.perf_counter()
+    original = capture(module, args, kwargs, templates)
+    captured = original
+    if settings.fold_batch_norm and settings.numerics == "fast":
+        captured = fold_batch_norm(captured)
+    planned = plan(captured, graph_inputs(captured, args, kwargs), settings, progress)
+    notes = ()
+    if not have_compiler():
+        notes = (
+            "no C++ compiler was found, so the library runs every operator: see onchip doctor",
+        )
+        warnings.warn(f"onchip: {notes[0]}", stacklevel=6)
+    progress("comparing with eager", 0, 0)
+    outcome = _settle(module, args, kwargs, original, captured, planned, settings)
+    return Compiled(original, captured, planned, outcome, time.perf_counter() - start, notes)
+
+
+def _settle(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    original: Captured,
+    captured: Captured,
+    planned: Planned,
+    settings: Settings,
+) -> Outcome:
+    """Which form ships. A model that changes its own attributes runs eagerly in any case."""
+    if captured.python_state:
+        return Outcome(EAGER, {}, "forward() changes Python attributes of the model")
+    form = FUSED if assess.has_kernels(planned.plan) else LIBRARY
+    a, k = assess.copied(args, kwargs)
+
+    def trial(p: Plan) -> Callable[[], object]:
+        program = Program(module, a, k, lambda *_: (captured, p), settings)
+        return lambda: program(*a, **k)
+
+    with assess.undisturbed(module):
+        found = assess.settle(
+            assess.program_key(original, planned),
+            lambda: module(*a, **k),
+            trial(planned.plan),
+            lambda: trial(library_plan(captured)),
+        )
+    if found.form == FUSED and form == LIBRARY:
+        return Outcome(LIBRARY, {LIBRARY: found.times_us[FUSED], EAGER: found.times_us[EAGER]})
+    return found
+
+
+def _form(compiled: Compiled) -> tuple[Captured, Plan]:
+    """What runs: the fused plan, the library's calls, or the module itself."""
+    match compiled.outcome.form:
+        case "eager":
+            eager = Plan(library_plan(compiled.original).steps, eager=compiled.outcome.text)
+            return compiled.original, eager
+        case "library":
+            return compiled.captured, library_plan(compiled.captured)
+    return compiled.captured, compiled.planned.plan
 
 
 def graph_inputs(captured: Captured, args: tuple, kwargs: dict) -> list[torch.Tensor]:
@@ -59,3 +223,142 @@ def graph_inputs(captured: Captured, args: tuple, kwargs: dict) -> list[torch.Te
 def library_plan(captured: Captured) -> Plan:
     """Every operator as its library call: what is always possible."""
     return Plan(tuple(LibraryStep(n) for n in captured.graph.nodes))
+
+
+def _check_device(device: str) -> None:
+    if torch.device(device).type != "cpu":
+        raise OnchipError(
+            f"device {device}: kernels are generated for the CPU only so far; use device cpu, and "
+            "onchip analyze --device h200 for what fusion could gain on a GPU"
+        )
+
+
+def _check_devices(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    leaves, _ = flatten((args, kwargs))
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+    if isinstance(model, torch.nn.Module):
+        tensors += [*model.parameters(), *model.buffers()]
+    for t in tensors:
+        if t.device.type != "cpu":
+            raise InputError(
+                f"a tensor of the model or its arguments is on {t.device}: kernels are generated "
+                "for the CPU only so far; move both with .cpu()"
+            )
+
+
+# ---- verifying, measuring, reporting -----------------------------------------------------------
+
+
+def judge(verified: Verification, name: str) -> None:
+    """Raise VerificationError if the program is less exact than eager mode allows for."""
+    from onchip.errors import VerificationError
+
+    for c in verified.comparisons:
+        if math.isnan(c.error):
+            limit, size = 1e-3, c.difference
+        else:
+            limit, size = ERROR_FACTOR * max(c.eager_error, 1e-7), c.error
+        if not size <= limit:
+            raise VerificationError(
+                f"{name}: {c.what} has relative error {size:.1e}, eager {c.eager_error:.1e}: "
+                "report this"
+            )
+
+
+def _measure(
+    program: Program, module: torch.nn.Module, args: tuple[Any, ...], with_peers: bool
+) -> Measured:
+    """Time every form of the model, interleaved, on copies of its inputs."""
+    compiled: Compiled = program.compiled[-1]
+    notes: list[str] = []
+    with assess.undisturbed(module):
+        inputs, _ = assess.copied(args, {})
+        forms: dict[str, Callable[[], object]] = {
+            "eager": lambda: module(*inputs),
+            "onchip": lambda: program(*inputs),
+        }
+        other = peers.channels_last(module, inputs)
+        if other is not None:
+            forms["eager_channels_last"] = other
+        failed: dict[str, str] = {}
+        if with_peers:
+            found, failed = peers.make_peers(module, inputs)
+            forms |= found
+            notes += [f"{k} does not run this model: {v}" for k, v in failed.items()]
+        with peers.quiet():
+            times = assess.measure_forms(forms, MEASURE_S)
+        graph = _form(compiled)[0]
+        nodes = [s.node for s in _form(compiled)[1].steps if isinstance(s, LibraryStep)]
+        node_us = assess.library_times(
+            nodes, graph, graph_inputs(graph, inputs, {}), compiled.planned
+        )
+    baselines: dict[str, float | None] = {
+        k: v for k, v in times.items() if k not in ("eager", "onchip")
+    }
+    baselines |= dict.fromkeys(failed)
+    return Measured(
+        times["eager"],
+        times["onchip"],
+        baselines,
+        tuple(notes),
+        node_us,
+        assess.kernel_call_us(),
+    )
+
+
+def _full_report(
+    found: Model,
+    program: Program,
+    verified: Verification,
+    measured: Measured,
+    ceilings: Ceilings,
+    notes: tuple[str, ...],
+) -> Report:
+    compiled: Compiled = program.compiled[-1]
+    facts = Facts(
+        found.name,
+        ceilings.device,
+        input_type(compiled.original),
+        versions(),
+        _known(verified.error),
+        _known(verified.eager_error),
+        ceilings,
+        notes,
+    )
+    return build_report(facts, compiled, measured)
+
+
+def _report(name: str, latest: list[Compiled]) -> Report:
+    """The report of the latest specialisation, from what compiling found out."""
+    if not latest:
+        raise InputError("this model runs in eager mode (see program.notes): nothing to report")
+    ceilings = machine.measure("cpu")
+    facts = Facts(
+        name, ceilings.device, input_type(latest[-1].original), versions(), ceilings=ceilings
+    )
+    return build_report(facts, latest[-1], None)
+
+
+def _known(x: float) -> float | None:
+    return None if math.isnan(x) else x
+
+
+def input_type(captured: Captured) -> str:
+    """The element type of the first floating input, parameter or result: "float32"."""
+    tensors = (*captured.graph.inputs, *captured.graph.constants, *captured.graph.output_tensors)
+    floats = [t.dtype.label for t in tensors if t.dtype.is_float]
+    return floats[0] if floats else next((t.dtype.label for t in tensors), "none")
+
+
+def versions() -> dict[str, str]:
+    """What the figures of a report depend on."""
+    from onchip import __version__
+    from onchip.backends.cpp.compiler import compiler_version
+
+    found = {"onchip": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    try:
+        found["compiler"] = compiler_version()
+    except CompilerError:
+        found["compiler"] = "none"
+    found["threads"] = str(torch.get_num_threads())
+    return found

@@ -133,3 +133,12 @@ def test_recompute_through_a_reshape():
     x = given((8, 6), F32)
     flat = tensor((48,), F32, lambda i: call("exp", x[i // 6, i % 6]))
     assert recompute_factor(flat, x, (6,)) == pytest.approx(1.0)
+
+
+def test_demand_through_a_diamond_is_the_hull_of_both_ways():
+    x, w = given((1, 1, 16, 16), F32), given((1, 1, 3, 3), F32)
+    a = relu(x)
+    b = conv2d(a, w, padding=1)
+    for c in (binary("add", a, b), binary("add", b, a)):
+        need = demand_through(c, ((0, 0), (0, 0), (4, 6), (5, 5)), [x, w])
+        assert need[a][2:] == need[x][2:] == ((3, 7), (4, 6))

@@ -124,3 +124,15 @@ def test_analysis_of_views_and_opaque_operators():
     in_graph = analyze(b_graph, ROUND, graphs=True)
     assert in_graph.predicted_us == pytest.approx(1.0)
     assert b.predicted_us == pytest.approx(5.0)
+
+
+def test_matrix_and_scalar_work_overlap_on_a_gpu_and_add_on_a_cpu():
+    g = conv_relu_bn(F32, n=2, c=8, h=16)
+    ledger = Ledger(g)
+    rates = {"float32": 1.0, "tf32": 10.0}
+    gpu = Ceilings("g", 1e9, rates, 0.0, "made up")
+    cpu = Ceilings("c", 1e9, {"float32": 1.0}, 0.0, "made up", gpu=False)
+    conv, relu_, norm = (ledger.flops(n) for n in g.nodes)
+    assert conv / 10 > relu_ + norm
+    assert program_bound_us(g, gpu) == pytest.approx(conv / 10 / 1e3)
+    assert program_bound_us(g, cpu) == pytest.approx((conv + relu_ + norm) / 1e3)

@@ -22,6 +22,7 @@ _IDENTITIES = frozenset(
         "aten.lift_fresh_copy.default",
         "aten.lift_fresh.default",
         "aten.clone.default",
+        "aten.copy.default",
         "aten.contiguous.default",
         "aten._to_copy.default",
         "aten.to.dtype",
@@ -42,16 +43,21 @@ def remove_identities(graph: Graph) -> Graph:
     kept = []
     for n in graph.nodes:
         if _is_identity(n):
-            mapping[n.results[0]] = resolve(n.call.args[0], mapping)
+            mapping[n.results[0]] = resolve(_source(n), mapping)
         else:
             kept.append(n)
     return substitute(graph, kept, mapping) if mapping else graph
 
 
+def _source(n: Node) -> Any:
+    """The argument whose elements an identity gives: a copy's second."""
+    return n.call.args[1 if n.op == "copy" else 0]
+
+
 def _is_identity(n: Node) -> bool:
     if n.call.target not in _IDENTITIES or len(n.results) != 1:
         return False
-    source, result = n.call.args[0], n.results[0]
+    source, result = _source(n), n.results[0]
     if not isinstance(source, Tensor) or n.call.kwargs.get("device") is not None:
         return False
     if n.op == "permute" and list(n.call.args[1]) != list(range(source.rank)):

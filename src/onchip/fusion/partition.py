@@ -13,10 +13,9 @@ from onchip.fusion.contraction import as_contraction
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.fusion.region import Region, region_of
 from onchip.fusion.signature import signature
-from onchip.fusion.staging import stage
+from onchip.fusion.staging import stage, unsupported
 from onchip.fusion.tiling import Machine, nests_for
-from onchip.ir.dtype import DType
-from onchip.ir.expr import Load, Stream, Tensor, loads, reduces, walk
+from onchip.ir.expr import Tensor, loads, reduces
 from onchip.ir.graph import Graph, Node
 
 Strides = tuple[int, ...]
@@ -196,10 +195,4 @@ def unsupported_reason(n: Node) -> str:
     """What keeps an operator with an expression out of generated kernels."""
     if n.opaque:
         return n.opaque
-    for t in n.tensors:
-        for e in walk(t.body):  # type: ignore[arg-type]
-            if isinstance(e, Stream):
-                return "streams have no C++ lowering yet"
-            if isinstance(e, Load) and e.src.dtype not in set(DType):
-                return f"no generated code for {e.src.dtype}"
-    return ""
+    return next((reason for t in n.tensors if (reason := unsupported(t))), "")

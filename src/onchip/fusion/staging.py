@@ -33,7 +33,7 @@ from onchip.ir.expr import (
     substitute,
     walk,
 )
-from onchip.ir.functions import TRANSCENDENTAL
+from onchip.ir.functions import FUNCTIONS, TRANSCENDENTAL
 from onchip.ir.index import simplify
 
 # Evaluating an intermediate again costs arithmetic, keeping it costs a store and a load per
@@ -76,8 +76,9 @@ def stage(region: Region) -> tuple[Staged, ...] | Refusal:
     holds_product: dict[Tensor, bool] = {}
     for t in region.tensors:
         assert t.body is not None
-        if any(isinstance(e, Stream) for e in walk(t.body)):
-            return Refusal(Rule.OPAQUE, t.name, "streams have no C++ lowering yet")
+        reason = unsupported(t)
+        if reason:
+            return Refusal(Rule.UNSUPPORTED_DTYPE if "for" in reason else Rule.OPAQUE, t.name, reason)
         body = split_reduction_axes(inline(t.body, inlined, memo))
         cost[t] = _cost(t.body) + sum(
             cost[s] for s in {ld.src for ld in walk(t.body) if isinstance(ld, Load)} if s in inlined
@@ -91,6 +92,20 @@ def stage(region: Region) -> tuple[Staged, ...] | Refusal:
         else:
             inlined[t] = body
     return tuple(staged)
+
+
+def unsupported(t: Tensor) -> str:
+    """What keeps a tensor's expression out of generated kernels; "" if nothing does."""
+    if not t.dtype.is_computable:
+        return f"no generated code for {t.dtype}"
+    for e in walk(t.body):  # type: ignore[arg-type]
+        if isinstance(e, Stream):
+            return "streams have no C++ lowering yet"
+        if isinstance(e, Load) and not e.src.dtype.is_computable:
+            return f"no generated code for {e.src.dtype}"
+        if isinstance(e, Call) and e.fn not in FUNCTIONS:
+            return f"no C++ spelling of the function {e.fn}"
+    return ""
 
 
 def _claim(t: Tensor, consumer: Tensor, holds: dict[Tensor, bool]) -> bool:

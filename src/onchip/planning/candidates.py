@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -44,6 +45,11 @@ class CompiledKernel:
 
     binary: Binary
     arity: int
+
+    @property
+    def source_path(self) -> Path:
+        """The generated C++ text, beside the binary in the cache."""
+        return self.binary.path.with_suffix(".cpp")
 
     def run(self, pointers: list[int]) -> int:
         return self.binary.function((ctypes.c_void_p * self.arity)(*pointers))

@@ -53,7 +53,9 @@ Step = LibraryStep | KernelStep
 @dataclass(frozen=True, eq=False, slots=True)
 class Plan:
     """Steps in execution order. `layouts` gives the strides (in elements) of tensors that kernels
-    write; a tensor without an entry is contiguous."""
+    write; a tensor without an entry is contiguous. `eager` says why the original module runs
+    instead ("" if the steps do)."""
 
     steps: tuple[Step, ...]
     layouts: dict[Tensor, tuple[int, ...]] = field(default_factory=dict)
+    eager: str = ""

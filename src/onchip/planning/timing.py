@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 
 
-def interleaved(
+def samples(
     functions: Sequence[Callable[[], object]], budget_s: float, most: int = 50, least: int = 3
-) -> list[float]:
-    """Median seconds of each function, measured in turn so that drift of the machine's speed
-    meets all alike. Stops after `budget_s` seconds in total, but not before `least` rounds."""
+) -> list[list[float]]:
+    """Seconds of each function in every round, measured in turn so that drift of the machine's
+    speed meets all alike. Each is called once before, unmeasured. Stops after `budget_s` seconds in
+    total, but not before `least` rounds."""
     for f in functions:
         f()
     times: list[list[float]] = [[] for _ in functions]
@@ -21,7 +23,24 @@ def interleaved(
             start = time.perf_counter()
             f()
             mine.append(time.perf_counter() - start)
-    return [statistics.median(t) for t in times]
+    return times
+
+
+def interleaved(
+    functions: Sequence[Callable[[], object]], budget_s: float, most: int = 50, least: int = 3
+) -> list[float]:
+    """Median seconds of each function; see `samples`."""
+    return [statistics.median(t) for t in samples(functions, budget_s, most, least)]
+
+
+def measurably_slower(mine: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether `mine` took longer than `other` in rounds measured side by side: by more than 2 % in
+    the median, and in so many rounds that chance alone would give that less than once in 20."""
+    if statistics.median(mine) <= 1.02 * statistics.median(other):
+        return False
+    lost = sum(a > b for a, b in zip(mine, other, strict=True))
+    n = len(mine)
+    return sum(math.comb(n, k) for k in range(lost, n + 1)) / 2**n < 0.05
 
 
 def fastest(

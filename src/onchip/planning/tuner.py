@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -158,22 +159,36 @@ def verdict_path(key: str) -> Path:
 
 def load_verdict(key: str) -> Verdict | None:
     """The stored verdict; None if there is none or it can't be read (it is measured again)."""
+    raw = load_record(key)
+    if raw is None:
+        return None
     try:
-        raw = json.loads(verdict_path(key).read_text())
-        raw["refused"] = tuple(tuple(r) for r in raw["refused"])
-        return Verdict(**raw)
-    except (OSError, ValueError, TypeError, KeyError):
+        return Verdict(**{**raw, "refused": tuple(tuple(r) for r in raw["refused"])})
+    except (TypeError, KeyError):
         return None
 
 
 def store_verdict(key: str, verdict: Verdict) -> None:
+    store_record(key, asdict(verdict))
+
+
+def load_record(key: str) -> dict[str, Any] | None:
+    """What was stored under `key`; None if there is nothing or it can't be read."""
+    try:
+        raw = json.loads(verdict_path(key).read_text())
+        return raw if isinstance(raw, dict) else None
+    except (OSError, ValueError):
+        return None
+
+
+def store_record(key: str, record: dict[str, Any]) -> None:
     """Written whole or not at all; a cache that can't be written only costs time later."""
     path = verdict_path(key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent)
         with os.fdopen(handle, "w") as f:
-            json.dump(asdict(verdict), f)
+            json.dump(record, f)
         os.replace(temporary, path)
     except OSError:
         return

@@ -57,6 +57,7 @@ def page(r: Report) -> str:
         _cuts(r),
         "<h2>Numerics</h2>",
         _list(text.numerics(r)),
+        *(["<h2>Notes</h2>", _list(r.notes)] if r.notes else []),
     ]
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'

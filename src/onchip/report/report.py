@@ -58,6 +58,7 @@ class Report:
     baselines  better unfused or compiled forms: name -> latency_us
     bound_us   the physical limit of the device for this model
     speedup    unfused latency / fused latency
+    notes      what else to know: which form ships, where inputs come from, peers that failed
     """
 
     model: str
@@ -74,6 +75,7 @@ class Report:
     compile: CompileSummary = CompileSummary()
     kernels: tuple[KernelRow, ...] = ()
     decisions: tuple[Decision, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def speedup(self) -> float | None:
@@ -167,6 +169,7 @@ def _from_dict(data: dict[str, Any]) -> Report:
     data["decisions"] = tuple(
         Decision(**{**d, "edge": (d["edge"][0], d["edge"][1])}) for d in data["decisions"]
     )
+    data["notes"] = tuple(data["notes"])
     return Report(**data)
 
 

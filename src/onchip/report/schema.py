@@ -125,6 +125,7 @@ REPORT: Schema = _object(
     ),
     kernels=_list("In execution order.", _KERNEL),
     decisions=_list("One for each edge between two operators.", _DECISION),
+    notes=_list("Sentences for people.", _value("string", "what else to know")),
 )
 
 BENCH: Schema = _object(

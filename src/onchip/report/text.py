@@ -171,6 +171,7 @@ def renderable(r: Report) -> Group:
     if cut := cuts(r):
         parts += [Text("cut edges", style="italic"), *(Text(f"  {line}") for line in cut)]
     parts += [Text("numerics", style="italic"), *(Text(f"  {line}") for line in numerics(r))]
+    parts += [Text(f"note: {n}") for n in r.notes]
     if end := closing(r):
         parts.append(Text(end, style="bold"))
     return Group(*parts)

@@ -117,7 +117,7 @@ def _copies(
         own = roots.get(t, {t})
         shared_with = {seen[x] for x in own if x in seen}
         partner = r.alias[1] if r.alias is not None and r.alias[0] == "output" else None
-        copies.append(bool(shared_with - {partner}))
+        copies.append(bool(own & outside) or bool(shared_with - {partner}))
         if not copies[-1]:
             seen.update((x, i) for x in own)
     return copies

@@ -96,6 +96,8 @@ class Program:
 
     notes      why something ran in eager mode, once each
     launches   kernel launches of one call of the latest specialisation
+    describe   makes the report, from `compiled`: the books of the latest specialisation (both
+               set by onchip.api)
     Raises InputError (arguments that do not fit the model's signature), CaptureError (a new
     combination of inputs can't be captured), and whatever eager raises.
     Thread-safe. Other shapes, strides, dtypes, training flags, hooks or attributes give a new
@@ -118,6 +120,8 @@ class Program:
         self.lock = threading.RLock()
         self.clock = 0
         self.latest: Specialisation | None = None
+        self.describe: Callable[[], Any] | None = None
+        self.compiled: list[Any] = []
         leaves, spec = _flatten_call(args, kwargs)
         self._specialise((spec, input_key(leaves)), args, kwargs)
 
@@ -150,6 +154,27 @@ class Program:
     def source(self) -> str:
         """The latest specialisation as Python code."""
         return self.latest.executable.source if self.latest is not None else ""
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """The generated kernels' sources, by name."""
+        found: dict[str, str] = {}
+        for step in self.latest.plan.steps if self.latest is not None else ():
+            path = getattr(getattr(step, "kernel", None), "source_path", None)
+            if isinstance(step, KernelStep) and path is not None:
+                found[f"k{len(found)} {step.name}"] = path.read_text(encoding="utf-8")
+        return found
+
+    def report(self) -> Any:
+        """The Report of the latest specialisation (`onchip.Report`): what was fused, why not, and
+        what it gained. Raises InputError if this program was not made by onchip.compile."""
+        if self.describe is None:
+            raise InputError("only a program that onchip.compile or onchip.optimize made reports")
+        return self.describe()
+
+    def why(self, a: str, b: str) -> str:
+        """Why operators `a` and `b` are, or are not, in one kernel. OnchipError if unknown."""
+        return self.report().why(a, b)
 
     def refresh(self) -> None:
         """Recompute everything derived from weights."""
@@ -216,6 +241,8 @@ class Program:
             names = ", ".join(captured.python_state[:3])
             reason = f"forward() changes Python attributes of the model ({names}); it runs eagerly"
             return EagerCall(reason, state, ambient)
+        if plan.eager:
+            return EagerCall(plan.eager, state, ambient)
         entry = _make(captured, plan, state, ambient, leaves)
         inputs = entry.inputs(leaves)
         if any(0 in inputs[i].stride() and inputs[i].numel() > 1 for i in entry.mutated):

@@ -108,17 +108,18 @@ def _environment_key() -> str:
     return h.hexdigest()
 
 
-def content_key(source: str) -> str:
+def content_key(source: str, optimise: str = FLAGS[0]) -> str:
     """Hash of what decides the binary: source without comments, headers, flags, compiler, CPU."""
     code = "\n".join(line for line in source.splitlines() if not line.startswith("//"))
-    return hashlib.sha256((_environment_key() + code).encode()).hexdigest()[:32]
+    return hashlib.sha256((_environment_key() + optimise + code).encode()).hexdigest()[:32]
 
 
-def build(source: str) -> Binary:
-    """Compile (or take from the cache) and load. Raises CompilerError with the first error."""
+def build(source: str, optimise: str = FLAGS[0]) -> Binary:
+    """Compile (or take from the cache) and load. Raises CompilerError with the first error.
+    `optimise`: another optimisation level, for tests of many kernels."""
     start = time.perf_counter()
     folder = cache_folder() / "cpp"
-    path = folder / f"{content_key(source)}.so"
+    path = folder / f"{content_key(source, optimise)}.so"
     reused = path.exists()
     if reused:
         try:
@@ -136,7 +137,7 @@ def build(source: str) -> Binary:
             "folder you can write to"
         ) from e
     try:
-        _run_compiler(path.with_suffix(".cpp"), temporary)
+        _run_compiler(path.with_suffix(".cpp"), temporary, optimise)
         os.replace(temporary, path)
     finally:
         if os.path.exists(temporary):
@@ -144,8 +145,8 @@ def build(source: str) -> Binary:
     return Binary(path, _load(path), time.perf_counter() - start, False)
 
 
-def _run_compiler(source: Path, target: str) -> None:
-    command = [find_compiler(), *FLAGS, f"-I{INCLUDE}", str(source), "-o", target]
+def _run_compiler(source: Path, target: str, optimise: str) -> None:
+    command = [find_compiler(), optimise, *FLAGS[1:], f"-I{INCLUDE}", str(source), "-o", target]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         errors = [x for x in done.stderr.splitlines() if "error" in x] or ["no message"]

@@ -145,9 +145,9 @@ def _emit_nest(
         w.open("", {})
     w.levels[-1].head = w.levels[-1].head.rstrip("\n") + ("\n" if parallel else "")
     allocation = w.depth
-    for t, (offset, inner) in sizes.items():
+    for t, (_, inner) in sizes.items():
         w.buffers[t] = Buffer(
-            f"tile_{_identifier(t)}_{offset}", t.dtype, inner, _origins(nest, t), level=3
+            w.fresh(f"tile_{_identifier(t)}_"), t.dtype, inner, _origins(nest, t), level=3
         )
     loop = w.fresh("tile")
     schedule = "#pragma omp for schedule(dynamic) nowait\n" if parallel else ""

@@ -146,7 +146,7 @@ def _emit_vector(
     for r in lane_reductions(body, v):
         array = _accumulate(w, r, v, name, c, end)
         w.levels[level].values[r] = array
-        w.where[array] = level + 1
+        w.follows[array] = name
     temporary = None
     if stream:
         temporary = w.fresh("line")

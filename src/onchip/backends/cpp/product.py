@@ -73,6 +73,7 @@ def assign_roles(
         return None
     sides = [(c.left, c.right, c.m_axes, c.n_axes), (c.right, c.left, c.n_axes, c.m_axes)]
     best = None
+    zero: Expr = Const(0, DType.I64)
     for left, right, rows, columns in sides:
         wide = [a for a in columns if a.extent > 1] or list(columns[:1])
         if len(wide) != 1:
@@ -81,9 +82,14 @@ def assign_roles(
         contiguous = stride_along(stage.staged.store, target.strides, wide[0]) == 1
         score = (fixed, contiguous, wide[0].extent)
         if best is None or score > best[0]:
-            # axes of extent 1 among the columns become rows: they are all zero
-            ones = tuple(a for a in columns if a is not wide[0])
-            best = (score, left, right, rows + ones, wide[0], fixed)
+            # rows are, besides: axes of extent 1 among the columns, which are all zero, and axes
+            # that neither operand mentions
+            ones = {a: zero for a in columns if a is not wide[0]}
+            bound = {*c.m_axes, *c.n_axes, *c.b_axes}
+            rest = tuple(a for a in stage.staged.loops if a not in bound)
+            best = (
+                score, left, substitute(right, ones), rows + tuple(ones) + rest, wide[0], fixed,
+            )  # fmt: skip
     if best is None:
         return None
     _, left, right, rows, column, fixed = best
@@ -267,6 +273,26 @@ def _decode(
     return names
 
 
+def _open_rows(
+    w: Writer, row: str, count: str, first: str, product: Product, limits: dict, counts: dict
+) -> str:
+    """Open the loop over rows first .. first + count. The row axes' values are divided out once
+    and then counted on; returns the statement that does so, for the end of the loop's body."""
+    names = _decode(w, first, product, limits, counts)
+    moving = {a: w.fresh("m") for a in names}
+    for a, name in moving.items():
+        w.line(f"int64_t {name} = {names[a]};")
+    w.open(f"for (int64_t {row} = 0; {row} < {count}; ++{row})", {})
+    _bind_rows(w, moving)
+    step = ""
+    for a in product.m_axes:  # outermost first: the innermost ends up outside
+        name, (lo, hi) = moving[a], limits[a]
+        if counts[a] == "1l":
+            continue
+        step = f"if (++{name} == {hi}) {{ {name} = {lo}; {step} }}" if step else f"++{name};"
+    return step
+
+
 def _bind_rows(w: Writer, names: dict[Axis, str]) -> None:
     for a, name in names.items():
         w.levels[-1].bound[a] = name
@@ -313,12 +339,12 @@ def _left_operand(
         {},
     )
     row = w.fresh("i")
-    w.open(f"for (long {row} = 0; {row} < mcount; ++{row})", {})
-    _bind_rows(w, _decode(w, f"(m0 + {row})", product, limits, counts))
+    step = _open_rows(w, row, "mcount", "m0", product, limits, counts)
     w.line(f"float* const line = to + {row} * ld;")
     run = _copy_run(product, w.buffers)
     if run is not None:
         _copy_rows(w, product, *run)
+        w.line(step)
         w.close()
         w.close()
         w.line(";")
@@ -329,6 +355,7 @@ def _left_operand(
     w.open("else", {})
     _pack_part_of_row(w, product)
     w.close()
+    w.line(step)
     w.close()
     w.close()
     w.line(";")
@@ -464,8 +491,7 @@ def _epilogue(
         "long ld) __attribute__((always_inline))",
         {},
     )
-    w.open(f"for (int {i} = 0; {i} < mcount; ++{i})", {})
-    _bind_rows(w, _decode(w, f"(m + {i})", product, limits, counts))
+    step = _open_rows(w, i, "mcount", "m", product, limits, counts)
     column = w.fresh("n")
     w.open(f"{SIMD}for (int {j} = 0; {j} < ncount; ++{j})", {})
     origin = "n" if shift == "0l" else f"{shift} + n"
@@ -477,6 +503,7 @@ def _epilogue(
     _, _, place = w.address(s.tensor, s.store, target)
     w.line(f"{place} = {value};")
     w.close()
+    w.line(step)
     w.close()
     w.close()
     w.line(";")

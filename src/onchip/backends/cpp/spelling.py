@@ -88,6 +88,8 @@ def _cast(label: str, arg: str, arg_dtype: DType) -> str:
     target = next(d for d in DType if d.label == label)
     if target is DType.BOOL:
         return f"({arg} != 0)"
+    if target.is_int and arg_dtype.is_float:
+        return f"onchip::cast<{STORAGE[target]}>({arg})"
     return f"{STORAGE[target]}({arg})"
 
 

@@ -56,6 +56,7 @@ class Writer:
         self.buffers = buffers
         self.levels = [Level()]
         self.where: dict[str, int] = {}
+        self.follows: dict[str, str] = {}  # text -> the loop variable that decides its level
         self.count = 0
         self.vector_axis: Axis | None = None
         self.vector_chunk = 0
@@ -146,7 +147,17 @@ class Writer:
         return name
 
     def level_of_name(self, name: str) -> int:
-        return self.where.get(name, 0)
+        return self.where.get(self.follows.get(name, name), 0)
+
+    def fail_unless(self, condition: str, bit: int, level: int) -> None:
+        """Set a bit of the kernel's status. In a vector loop the status is a reduction variable,
+        or lanes would overwrite each other's."""
+        self.uses_status = True
+        self.line(f"status |= {condition} ? 0 : {bit};", level)
+        head = self.levels[level].head
+        plain = "#pragma omp simd"
+        if head.startswith(plain) and "status" not in head:
+            self.levels[level].head = plain + " reduction(|:status)" + head[len(plain) :]
 
     def _call(self, e: Call) -> str:
         args = [self.value(a) for a in e.args]
@@ -160,8 +171,7 @@ class Writer:
     def _check_divisor(self, divisor: Expr, name: str, level: int) -> None:
         if isinstance(divisor, Const) and divisor.value:
             return
-        self.uses_status = True
-        self.line(f"status |= ({name} == 0) ? 2 : 0;", level)
+        self.fail_unless(f"({name} != 0)", 2, level)
 
     # ---- loads ---------------------------------------------------------------------------------
 
@@ -172,7 +182,7 @@ class Writer:
         if any(isinstance(x, Load) for i in index for x in walk(i)):
             return self._gather(e, buffer, condition)
         if condition is None:
-            name, level, text = self.address(e.src, index, buffer)
+            _, level, text = self.address(e.src, index, buffer)
             return self.define(e, self._read(buffer, text), spelling.value_type(e.dtype), level)
         pad = spelling.constant(e.pad if e.pad is not None else 0, e.dtype)
         return self._guarded(e, buffer, index, condition, pad)
@@ -236,7 +246,7 @@ class Writer:
             and self.vector_chunk
         ):
             return self._redirected(e, buffer, index, condition, pad, vector_level)
-        text, level, place = self.address(e.src, index, buffer)
+        _, level, place = self.address(e.src, index, buffer)
         level = max(level, self.level_of_name(condition))
         read = self._read(buffer, place)
         return self.define(e, f"{condition} ? {read} : {pad}", kind, level)
@@ -274,16 +284,15 @@ class Writer:
                 if lo < 0 or hi >= n or lo <= UNKNOWN[0]:
                     raw = self.value(i)
                     level = self.level_of_name(raw)
-                    self.uses_status = True
                     ok = self.define(None, f"{raw} >= 0 && {raw} < {n}l", "bool", level)
-                    self.line(f"status |= {ok} ? 0 : 1;", level)
+                    self.fail_unless(ok, 1, level)
                     name = self.define(None, f"{ok} ? {raw} : 0l", "int64_t", level)
                     safe = _Named(name)
                     self.levels[level].values[safe] = name
                     parts.append(safe)
                     continue
             parts.append(i)
-        text, level, place = self.address(e.src, tuple(parts), buffer)
+        _, level, place = self.address(e.src, tuple(parts), buffer)
         kind = spelling.value_type(e.dtype)
         read = self._read(buffer, place)
         if condition is None:

