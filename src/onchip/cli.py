@@ -73,6 +73,8 @@ def optimize(
     if report is not None:
         found.to_html(report)
     if save is not None:
+        if not hasattr(program, "save"):
+            raise OnchipError(f"--save {save}: programs can't be stored yet; leave the option out")
         program.save(save)
 
 

@@ -65,32 +65,40 @@ LAYOUTS = (dense, reversed_axes, channels_last_with_gaps)
 
 def flush() -> None:
     """Run what is pending; raise one AssertionError that lists every case that differs."""
-    cases, problems, jobs = list(PENDING), [], []
+    cases, problems = list(PENDING), []
+    jobs: list[tuple[Case, list[int], Job, str]] = []
     PENDING.clear()
     for number, case in enumerate(cases):
         layout = LAYOUTS[number % len(LAYOUTS)]
-        made = _prepared(case, layout)
-        if isinstance(made, Refusal):
-            problems.append(f"{case.target}: refused: {made}")
-        elif made is not None:
-            jobs.append((case, made, layout.__name__))
-    for (case, made, layout), got in zip(jobs, run_all([j for _, j, _ in jobs]), strict=True):
+        for which, made in _prepared(case, layout):
+            if isinstance(made, Refusal):
+                problems.append(f"{case.target}: refused: {made}")
+            else:
+                jobs.append((case, which, made, layout.__name__))
+    for (case, which, made, layout), got in zip(jobs, run_all([j[2] for j in jobs]), strict=True):
         shapes = [f"{t.dtype}{list(t.shape)}" for t in case.values]
         try:
             if isinstance(got, Exception):
                 raise AssertionError(repr(got))
-            for x, want, tol in zip(got, case.want, case.tol, strict=True):
-                case.compare(case.target, x, want, tol)
+            for n, x in zip(which, got, strict=True):
+                case.compare(case.target, x, case.want[n], case.tol[n])
         except AssertionError as error:
             problems.append(f"{case.target} {layout} {shapes}: {error}\n{made.source.text}")
     assert not problems, f"{len(problems)} of {len(cases)} cases in C++:\n" + "\n".join(problems)
 
 
-def _prepared(case: Case, layout: Callable[[tuple[int, ...]], Strides]) -> Job | Refusal | None:
-    """None: every result is a given tensor, or the operator has no C++ and the partition says so."""
-    outputs = [t for t in case.outputs if t not in case.values]
-    tensors = defined_by(outputs, case.values)
-    if len(outputs) != len(case.outputs) or any(unsupported(t) for t in tensors):
-        return None
+def _prepared(
+    case: Case, layout: Callable[[tuple[int, ...]], Strides]
+) -> list[tuple[list[int], Job | Refusal]]:
+    """Kernels with the numbers of the results they compute: one for all, or one for each where
+    the results have no tile in common. None where every result is a given tensor, or where the
+    operator has no C++ and the partition says so."""
+    which = [n for n, t in enumerate(case.outputs) if t not in case.values]
+    outputs = [case.outputs[n] for n in which]
+    if not outputs or any(unsupported(t) for t in defined_by(outputs, case.values)):
+        return []
     strides = {t: layout(t.shape) for t in (*case.values, *outputs)}
-    return prepare(outputs, case.values, strides=strides)
+    made = prepare(outputs, case.values, strides=strides)
+    if isinstance(made, Job) or len(outputs) == 1:
+        return [(which, made)]
+    return [([n], prepare([case.outputs[n]], case.values, strides=strides)) for n in which]

@@ -9,9 +9,9 @@ from onchip.report import KernelRow, Report, Totals, schema
 
 from .samples import bare, full
 
-CONTRACT = {  # shared/DESIGN.md, "What a user sees"; `launch` was added for the benefit table
+CONTRACT = {  # shared/DESIGN.md, "What a user sees"; `launch` and `notes` were added
     "": "model device dtype versions unfused fused baselines bound_us speedup numerics plan "
-    "compile kernels decisions launch",
+    "compile kernels decisions launch notes",
     "unfused": "launches accesses dram_bytes flops intensity latency_us",
     "fused": "launches accesses dram_bytes flops intensity latency_us",
     "numerics": "error eager_error ledger",

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.export import exported_program
 
 from onchip.capture.containers import TENSOR_TYPES, Spec, flatten, is_constant, rebuild
+from onchip.capture.functional import functional
 from onchip.errors import CaptureError
 
 INNER = "model"  # the user's module inside the wrapper: parameter names start with it
@@ -95,7 +95,7 @@ def export(
     try:
         with export_lock, torch.no_grad(), _quiet(), _keep_python_state(module):
             program = torch.export.export(flat, _apart(tensors), {}, strict=False, **dynamic)
-            program = _functional(program)
+            program = functional(program)
     except Exception as error:
         raise CaptureError(_explain(error)) from error
     out_leaves, out_spec = seen[0]
@@ -132,32 +132,6 @@ def _check_output(leaf: Any) -> tuple[Any, bool]:
             "or containers of them (tuple, list, dict, named tuple, dataclass)"
         )
     return leaf, False
-
-
-def _functional(program: Any) -> Any:
-    """The program without in-place operators, composite operators kept whole.
-
-    run_decompositions({}) prepares an override for each of PyTorch's ~700 composite operators,
-    0.3 s a call whatever the model; only those that the program contains can matter.
-    """
-    present = {n.target for n in program.graph.nodes if n.op == "call_function"}
-    collect = getattr(exported_program, "_collect_all_valid_cia_ops", None)
-    if collect is None:
-        return program.run_decompositions({})
-    exported_program._collect_all_valid_cia_ops = lambda: _composite_operators(collect) & present
-    try:
-        return program.run_decompositions({})
-    finally:
-        exported_program._collect_all_valid_cia_ops = collect
-
-
-_composites: set[Any] = set()
-
-
-def _composite_operators(collect: Callable[[], Any]) -> set[Any]:
-    if not _composites:
-        _composites.update(collect())
-    return _composites
 
 
 @contextlib.contextmanager

@@ -14,8 +14,10 @@ from onchip.ir.expr import (
     axis,
     cast,
     lift,
+    loads,
     rewrite,
     substitute,
+    walk,
 )
 from onchip.ir.index import bounds, simplify
 
@@ -35,13 +37,75 @@ def inline(body: Expr, inlined: dict[Tensor, Expr], memo: dict | None = None) ->
 
 
 def _at(t: Tensor, body: Expr, index: tuple[Expr, ...], pad: object) -> Expr:
+    inside = in_bounds(index, t.shape) if pad is not None else None
+    if inside is not None and can_fail(body):
+        # outside, nothing is computed: an index or a divisor there must not be reported
+        index = tuple(clamped(i, n) for i, n in zip(index, t.shape, strict=True))
     value = substitute_simplified(fresh_reductions(body), dict(zip(t.axes, index, strict=True)))
-    if pad is None:
-        return value
-    inside = in_bounds(index, t.shape)
     if inside is None:
         return value
     return Call("where", (inside, value, cast(lift(pad, value.dtype), value.dtype)), value.dtype)  # type: ignore[arg-type]
+
+
+def can_fail(e: Expr) -> bool:
+    """Whether evaluating it checks something: a data-dependent index, an integer divisor."""
+    for x in walk(e):
+        match x:
+            case Load(index=index, pad=None) if any(loads(i) for i in index):
+                return True
+            case Call(fn="floordiv" | "mod" | "truncdiv" | "fmod", args=(_, b)) if (
+                x.dtype.is_int and not isinstance(b, Const)
+            ):
+                return True
+    return False
+
+
+def clamped(i: Expr, n: int) -> Expr:
+    """The nearest index inside a dimension of size n."""
+    lo, hi = bounds(i)
+    if lo < 0:
+        i = Call("maximum", (i, Const(0, DType.I64)), DType.I64)
+    if hi >= n:
+        i = Call("minimum", (i, Const(n - 1, DType.I64)), DType.I64)
+    return i
+
+
+def _same_bounds(t: Tensor, index: tuple[Expr, ...], pad: object) -> bool:
+    """`t` only renames the axes of what it loads: outside of `t` is outside of that, too, so that
+    the padding can move to the inner load."""
+    load = t.body
+    if not isinstance(load, Load) or load.pad not in (None, pad):
+        return False
+    held = {i: n for i, n in zip(load.index, load.src.shape, strict=True) if isinstance(i, Axis)}
+    others = [i for i in load.index if not isinstance(i, (Axis, Const))]
+    if others or any(a.extent != n for a, n in held.items()):
+        return False
+    return all(
+        a in held or in_bounds((i,), (a.extent,)) is None
+        for a, i in zip(t.axes, index, strict=True)
+    )
+
+
+def without_unit_axes(e: Expr) -> Expr:
+    """Reduction axes of extent one are replaced by their only value."""
+
+    def leaf(x: Expr) -> Expr | None:
+        if not isinstance(x, Reduce) or all(a.extent != 1 for a in x.axes):
+            return None
+        zero: dict[Axis, Expr] = {a: Const(0, DType.I64) for a in x.axes if a.extent == 1}
+        axes = tuple(a for a in x.axes if a not in zero)
+        body = without_unit_axes(substitute_simplified(x.body, zero))
+        if axes:
+            return Reduce(x.monoid, axes, body)
+        if x.monoid in ("argmax", "argmin"):
+            return Const(0, DType.I64)
+        return Call("ne", (body, lift(0, body.dtype)), DType.BOOL) if _logical(x) else body
+
+    return rewrite(e, leaf)
+
+
+def _logical(r: Reduce) -> bool:
+    return r.monoid in ("any", "all") and r.body.dtype is not DType.BOOL
 
 
 def fresh_reductions(e: Expr) -> Expr:

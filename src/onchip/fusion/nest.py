@@ -19,7 +19,7 @@ from onchip.fusion.refusal import Refusal, Rule
 from onchip.fusion.staging import Staged
 from onchip.ir.dtype import DType
 from onchip.ir.expr import Axis, Call, Const, Expr, Tensor, axis, loads, substitute
-from onchip.ir.index import UNKNOWN, bounds, linear, simplify
+from onchip.ir.index import UNKNOWN, bounds, linear, simplify, structural_key, structural_key
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -94,7 +94,8 @@ def build_nest(staged: tuple[Staged, ...], root: Staged, tile: tuple[int, ...]) 
     need: dict[Tensor, list[Span]] = {}
     stages: list[Stage] = []
     for s in reversed(staged):
-        if s is root or (s.is_output and s.tensor not in need and _parallel(s, root)):
+        beside = s.is_output and _parallel(s, root) and _read_in_step(s, stages, root_spans)
+        if s is root or beside:
             spans = root_spans
             box = _box_of(s, spans)
         elif s.tensor in need:
@@ -120,6 +121,35 @@ def _parallel(s: Staged, root: Staged) -> bool:
     return [a.extent for a in s.loops] == [a.extent for a in root.loops] and (
         s.tensor.shape == root.tensor.shape
     )
+
+
+def _read_in_step(s: Staged, readers: list[Stage], root: tuple[Span, ...]) -> bool:
+    """Every reader runs over the same tile, and reads of `s` the element that it computes itself
+    (or nobody reads it)."""
+    for r in readers:
+        mapping: dict[Axis, Expr] = dict(zip(s.loops, r.staged.loops, strict=False))
+        for ld in loads(r.staged.body):
+            if ld.src is not s.tensor:
+                continue
+            if r.spans is not root or any(
+                structural_key(i) != structural_key(substitute(own, mapping))
+                for i, own in zip(ld.index, s.store, strict=True)
+            ):
+                return False
+    return True
+
+
+def _aligned(s: Staged, staged: tuple[Staged, ...]) -> bool:
+    """Whoever reads `s` does so element by element, over the same loops."""
+    for reader in staged:
+        for ld in loads(reader.body):
+            if ld.src is s.tensor and (
+                [structural_key(i) for i in ld.index]
+                != [structural_key(i) for i in reader.store]
+                or [a.extent for a in reader.loops] != [a.extent for a in s.loops]
+            ):
+                return False
+    return True
 
 
 def _box_of(s: Staged, spans: tuple[Span, ...]) -> tuple[Span, ...]:
@@ -212,6 +242,8 @@ def _loop_spans(s: Staged, box: tuple[Span, ...]) -> tuple[Span, ...] | Refusal:
             out[index] = span
             continue
         terms = sorted(linear(index).terms, key=lambda t: -t[1])
+        if not all(isinstance(atom, Axis) for atom, _ in terms):
+            return Refusal(Rule.NOT_VECTORISABLE, s.tensor.name, "its axes are merged")
         rest_origin, rest_extent = span.origin, span.extent
         full = not span.depends and rest_extent >= prod(a.extent for a, _ in terms)  # type: ignore[attr-defined]
         for atom, c in terms:

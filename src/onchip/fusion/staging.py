@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 from onchip.fusion.contraction import as_contraction
-from onchip.fusion.inline import inline, substitute_simplified
+from onchip.fusion.inline import inline, substitute_simplified, without_unit_axes
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.fusion.region import Region
 from onchip.ir.expr import (
@@ -79,7 +79,7 @@ def stage(region: Region) -> tuple[Staged, ...] | Refusal:
         reason = unsupported(t)
         if reason:
             return Refusal(Rule.UNSUPPORTED_DTYPE if "for" in reason else Rule.OPAQUE, t.name, reason)
-        body = split_reduction_axes(inline(t.body, inlined, memo))
+        body = split_reduction_axes(without_unit_axes(inline(t.body, inlined, memo)))
         cost[t] = _cost(t.body) + sum(
             cost[s] for s in {ld.src for ld in walk(t.body) if isinstance(ld, Load)} if s in inlined
         )
@@ -188,6 +188,8 @@ def split_reduction_axes(body: Expr) -> Expr:
     """A reduction axis that is only read through `// c` and `% c` becomes two axes, so that
     indices stay affine (a linear layer after a flatten)."""
     for r in reduces(body):
+        if r.monoid in ("argmax", "argmin"):
+            continue  # their one axis is the position that they give
         for a in r.axes:
             c = splitting_factor(r.body, a)
             if c is None:

@@ -37,9 +37,24 @@ def nests_for(
     staged: tuple[Staged, ...], strides: dict[Tensor, Strides], machine: Machine
 ) -> list[Nest] | Refusal:
     """Nests for a region, best guess first; a Refusal names what none of the tiles satisfies."""
-    outputs = [s for s in staged if s.is_output]
-    root = max(outputs, key=lambda s: (s.tensor.numel, staged.index(s)))
+    outputs = sorted(
+        (s for s in staged if s.is_output), key=lambda s: (-s.tensor.numel, -staged.index(s))
+    )
+    first: Refusal | None = None
+    for root in outputs:
+        found = _nests_of_root(staged, root, strides, machine)
+        if not isinstance(found, Refusal):
+            return found
+        first = first or found
+    assert first is not None, "a region has an output"
+    return first
+
+
+def _nests_of_root(
+    staged: tuple[Staged, ...], root: Staged, strides: dict[Tensor, Strides], machine: Machine
+) -> list[Nest] | Refusal:
     staged = stage_operands(staged, strides)
+    root = next(s for s in staged if s.tensor is root.tensor)
     staged, root = in_layout_order(staged, root, strides)
     if not any(reduces(s.body) for s in staged):
         staged, root = coalesce(staged, root, strides)
@@ -106,8 +121,8 @@ def coalesce(
     staged: tuple[Staged, ...], root: Staged, strides: dict[Tensor, Strides]
 ) -> tuple[tuple[Staged, ...], Staged]:
     """Merge neighbouring loops that walk memory as one (a contiguous pointwise operator has a
-    single loop). Only for nests whose stages all run over the root's loops."""
-    if any(len(s.loops) != len(root.loops) for s in staged):
+    single loop). Only for nests of outputs that all run over the root's loops."""
+    if any(len(s.loops) != len(root.loops) or not s.is_output for s in staged):
         return staged, root
     d = len(root.loops) - 2
     while d >= 0:

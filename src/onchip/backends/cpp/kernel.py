@@ -20,7 +20,7 @@ from onchip.backends.cpp.product import (
 from onchip.backends.cpp.writer import Buffer, Writer
 from onchip.fusion.nest import Nest, Stage
 from onchip.fusion.refusal import Refusal, Rule
-from onchip.ir.expr import Tensor, loads
+from onchip.ir.expr import Load, Tensor, loads
 
 Strides = tuple[int, ...]
 
@@ -78,7 +78,7 @@ def emit_kernel(
         if isinstance(size, Refusal):
             return size
         most_scratch = max(most_scratch, size)
-    used = _used_inputs(list(reads), nests, panels, constants)
+    used = _used_inputs(list(reads), nests, panels)
     used.sort(key=lambda t: t in late)  # tensors derived at load come after the others
     text = _assemble(w, used, panels, produced, buffers, comment)
     return KernelSource(
@@ -86,20 +86,16 @@ def emit_kernel(
     )
 
 
-def _used_inputs(reads: list[Tensor], nests, panels, constants) -> list[Tensor]:
+def _used_inputs(reads: list[Tensor], nests, panels: list[Panels]) -> list[Tensor]:
     """Weights that are only read as packed panels need no pointer of their own."""
-    packed_only = {ld.src for p in panels for ld in loads(p.matrix.body)}  # type: ignore[arg-type]
-    elsewhere: set[Tensor] = set()
-    for nest in nests:
-        for st in nest.stages:
-            inside = set()
-            product = st.contraction
-            if product is not None:
-                for side in (product.left, product.right):
-                    if all(ld.src in constants for ld in loads(side)):
-                        inside |= set(loads(side))
-            elsewhere |= {ld.src for ld in loads(st.staged.body) if ld not in inside}
-    return [t for t in reads if t not in packed_only or t in elsewhere]
+    inside = {ld for p in panels for ld in p.packed}
+    stages = [st for nest in nests for st in nest.stages]
+    read = {ld.src for st in stages for ld in _unpacked_loads(st, inside)}
+    return [t for t in reads if t in read]
+
+
+def _unpacked_loads(st: Stage, packed: set[Load]) -> list[Load]:
+    return [ld for ld in loads(st.staged.body) if ld not in packed]
 
 
 def _assemble(w: Writer, used, panels, produced, buffers, comment: str) -> str:

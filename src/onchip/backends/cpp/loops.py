@@ -148,7 +148,7 @@ def _emit_vector(
         w.levels[level].values[r] = array
         w.follows[array] = name
     temporary = None
-    if stream:
+    if stream and stride_along(s.store, target.strides, v) == 1:
         temporary = w.fresh("line")
         w.line(f"alignas(64) {spelling.STORAGE[target.dtype]} {temporary}[{CHUNK}];")
     w.open(SIMD + loop_head(name, c, end), {v: name})

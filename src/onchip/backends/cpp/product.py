@@ -40,6 +40,7 @@ class Panels:
     batch: int
     k: int
     n: int
+    packed: tuple[Load, ...]  # the loads of the stage's expression that the panels replace
 
     def floats(self, nr: int) -> int:
         return self.batch * self.k * (-(-self.n // nr) * nr)
@@ -57,6 +58,7 @@ class Product:
     b_axes: tuple[Axis, ...]
     k_axes: tuple[Axis, ...]
     constant: bool
+    swapped: bool  # the contraction's own left operand is the right one here
 
     @property
     def k(self) -> int:
@@ -97,7 +99,8 @@ def assign_roles(
     layout = sorted(
         rows, key=lambda a: -abs(stride_along(stage.staged.store, target.strides, a) or 0)
     )
-    return Product(c, left, right, tuple(layout), column, c.b_axes, k_axes, fixed)
+    swapped = left is c.right
+    return Product(c, left, right, tuple(layout), column, c.b_axes, k_axes, fixed, swapped)
 
 
 def columns_aligned(stage: Stage, product: Product) -> bool:
@@ -187,7 +190,9 @@ def panels_of(product: Product) -> Panels:
     zero = {a: Const(0, DType.I64) for a in mentioned(body) - set(new)}
     matrix = Tensor("panels", tuple(a.extent for a in new), DType.F32, new, substitute(body, zero))
     batch = prod(a.extent for a in product.b_axes)
-    return Panels(matrix, batch, product.k, product.n_axis.extent)
+    c = product.contraction
+    packed = c.left if product.swapped else c.right
+    return Panels(matrix, batch, product.k, product.n_axis.extent, tuple(loads(packed)))
 
 
 # ---- pieces ------------------------------------------------------------------------------------

@@ -7,7 +7,18 @@ from math import prod
 from onchip.backends.cpp import spelling
 from onchip.backends.cpp.writer import Writer, stride_along
 from onchip.ir.dtype import DType
-from onchip.ir.expr import Axis, Call, Const, Expr, Load, Reduce, loads, substitute
+from onchip.ir.expr import (
+    Axis,
+    Call,
+    Const,
+    Expr,
+    Load,
+    Reduce,
+    children,
+    loads,
+    mentioned,
+    substitute,
+)
 
 UNROLL_LIMIT = 64  # window taps written out one by one
 SUM_BLOCK = 1024  # floats added in float32 before the sum goes on in float64
@@ -165,22 +176,24 @@ def _argument(w: Writer, e: Reduce) -> str:
 
 
 def lane_reductions(body: Expr, v: Axis) -> list[Reduce]:
-    """Folds whose value differs along the vector axis, innermost first."""
+    """Folds whose value differs along the vector axis, innermost first. A fold that changes with
+    an outer one's axes is left to that one's loops."""
     out: list[Reduce] = []
     seen: set[Expr] = set()
 
-    def visit(e: Expr) -> None:
+    def visit(e: Expr, around: frozenset[Axis]) -> None:
         if e in seen:
             return
         seen.add(e)
-        from onchip.ir.expr import children, mentioned
-
+        inside = around | frozenset(e.axes) if isinstance(e, Reduce) else around
         for c in children(e):
-            visit(c)
-        if isinstance(e, Reduce) and v in mentioned(e):
-            out.append(e)
+            visit(c, inside)
+        if isinstance(e, Reduce):
+            axes = mentioned(e)
+            if v in axes and not axes & around:
+                out.append(e)
 
-    visit(body)
+    visit(body, frozenset())
     return out
 
 

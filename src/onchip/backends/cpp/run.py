@@ -12,6 +12,7 @@ from onchip.backends.cpp.compiler import build, panel_width
 from onchip.backends.cpp.kernel import KernelOptions, KernelSource, contiguous, emit_kernel
 from onchip.backends.cpp.product import Panels
 from onchip.backends.interpreter import evaluate
+from onchip.errors import CompilerError
 from onchip.backends.scalar_numpy import round_bfloat16
 from onchip.fusion.nest import Nest
 from onchip.fusion.refusal import Refusal
@@ -82,7 +83,7 @@ def pack(panels: Panels, values: dict[Tensor, np.ndarray]) -> np.ndarray:
     matrix = np.asarray(matrix, np.float32).reshape(panels.batch, panels.k, panels.n)
     padded = np.zeros((panels.batch, panels.k, -(-panels.n // nr) * nr), np.float32)
     padded[:, :, : panels.n] = matrix
-    shaped = padded.reshape(panels.batch, panels.k, -1, nr).transpose(0, 2, 1, 3)
+    shaped = padded.reshape(panels.batch, panels.k, padded.shape[2] // nr, nr).transpose(0, 2, 1, 3)
     return np.ascontiguousarray(shaped)
 
 
@@ -211,7 +212,13 @@ def run_all(
     out: list[list[np.ndarray] | Exception] = []
     for first in range(0, len(jobs), per_file):
         part = jobs[first : first + per_file]
-        function = build(merged([j.source.text for j in part]), optimise).function
+        try:
+            function = build(merged([j.source.text for j in part]), optimise).function
+        except CompilerError as error:
+            # halve until the kernel that does not compile is alone
+            one = len(part) == 1
+            out += [error] if one else run_all(part, optimise, (len(part) + 1) // 2)
+            continue
         for number, j in enumerate(part):
             try:
                 out.append(j.run(function, number))
