@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import onchip
-from onchip import api
+from onchip import api, cli
 from onchip.errors import CaptureError, InputError, OnchipError, UnknownModel, VerificationError
 from onchip.planning import assess, peers, timing
 from onchip.planning.tuner import store_record, verdict_path
@@ -42,15 +42,18 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def command(*args, **env):
-    done = subprocess.run(
-        [sys.executable, "-m", "onchip", *args],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-    )
-    return done.returncode, done.stdout, done.stderr.strip()
+@pytest.fixture
+def command(cache, capsys, monkeypatch):
+    """Run the command line in this process: (exit code, stdout, stderr)."""
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["onchip", *args])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        out, err = capsys.readouterr()
+        return stop.value.code or 0, out, err.strip()
+
+    return run
 
 
 # ---- nothing of the user's changes -------------------------------------------------------------
@@ -101,7 +104,7 @@ def test_a_call_that_does_not_fit_says_so(small):
 
 def test_another_device_is_refused(small):
     model, _ = small
-    with pytest.raises(InputError, match="on meta.*for the CPU only"):
+    with pytest.raises(InputError, match=r"on meta.*for the CPU only"):
         onchip.compile(model, (torch.empty(6, 8, device="meta"),))
     with pytest.raises(OnchipError, match="for the CPU only"):
         onchip.optimize("pipeline:add-mul:2^4", device="cuda")
@@ -131,49 +134,52 @@ def test_a_model_that_depends_on_data_can_run_eagerly():
 # ---- the command line --------------------------------------------------------------------------
 
 
-def test_unknown_models_end_with_code_2(cache):
-    code, out, err = command("optimize", "torchvision:resnet5", ONCHIP_CACHE=str(cache))
+def test_unknown_models_end_with_code_2(command):
+    code, out, err = command("optimize", "torchvision:resnet5")
     assert (code, out) == (2, "")
     assert err.startswith("onchip: ")
     assert "resnet50" in err
     assert "\n" not in err
 
 
-def test_a_model_that_can_not_be_exported_ends_with_code_2(cache, tmp_path):
+def test_a_model_that_can_not_be_exported_ends_with_code_2(command, tmp_path):
     file = tmp_path / "branch.py"
     file.write_text(
         "import torch\n"
         "def branch(x):\n    return x + 1 if x.sum() > 0 else x - 1\n"
         "def get_inputs():\n    return [torch.ones(3)]\n"
     )
-    code, out, err = command("optimize", f"{file}:branch", ONCHIP_CACHE=str(cache))
+    code, out, err = command("optimize", f"{file}:branch")
     assert (code, out) == (2, "")
     assert err.startswith("onchip: ")
     assert "\n" not in err
 
 
 def test_without_a_compiler_the_library_runs_and_says_so(cache, tmp_path):
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    code, out, err = command(
-        "optimize", "pipeline:add-mul:2^10", "--json", "-",
-        ONCHIP_CACHE=str(cache), PATH=str(empty), CXX="",
-    )  # fmt: skip
-    assert code == 0, err
-    report = json.loads(out)
+    """In a process of its own: which compiler there is, is asked once."""
+    (tmp_path / "empty").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "onchip", "optimize", "pipeline:add-mul:2^10", "--json", "-"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PATH": str(tmp_path / "empty"), "CXX": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
     assert [k["backend"] for k in report["kernels"]] == ["library", "library"]
     assert any("no C++ compiler" in n for n in report["notes"])
-    assert "no C++ compiler" in err
+    assert "no C++ compiler" in done.stderr
     assert report["fused"]["launches"] == 2
 
 
 @pytest.mark.parametrize("blocked", ["cache", "cpp"])
-def test_a_cache_that_can_not_be_used_ends_with_code_2(blocked, cache):
+def test_a_cache_that_can_not_be_used_ends_with_code_2(blocked, cache, command):
     """A file where the folder should be: also root can't write there."""
     path = cache if blocked == "cache" else cache / "cpp"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("")
-    code, out, err = command("optimize", "pipeline:add-mul:2^10", ONCHIP_CACHE=str(cache))
+    code, out, err = command("optimize", "pipeline:add-mul:2^10")
     assert (code, out) == (2, "")
     assert "ONCHIP_CACHE" in err
     assert "\n" not in err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import re
 import threading
 import traceback
@@ -136,7 +137,8 @@ def _check_output(leaf: Any) -> tuple[Any, bool]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No log lines about what is reported as a CaptureError anyway."""
+    """No log lines about what is reported as a CaptureError anyway (torch.export prints the graph
+    so far to stderr)."""
     import logging
 
     loggers = [logging.getLogger(n) for n in ("torch.fx.experimental.symbolic_shapes",)]
@@ -144,7 +146,7 @@ def _quiet() -> Iterator[None]:
     for g in loggers:
         g.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

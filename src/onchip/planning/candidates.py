@@ -112,8 +112,11 @@ def _candidate(
     late: frozenset[Tensor],
 ) -> Candidate:
     choice = "tile " + "x".join(map(str, nest.tile)) + (" streamed" if options.stream else "")
-    real = tuple(t for t in source.inputs if t not in late)
-    derived = [derived_tensor(t, available) for t in source.inputs if t in late]
+    real = tuple(t for t in source.inputs if t not in late and t not in source.laid_out)
+    derived = [
+        derived_tensor(t, available, source.laid_out.get(t))
+        for t in source.inputs[len(real) :]
+    ]
     derived += [packed(p, panel_width(), available) for p in source.panels]
     return Candidate(region, source, nest, choice, tuple(derived), real)
 

@@ -20,17 +20,29 @@ def to_numpy(t: torch.Tensor) -> np.ndarray:
     return (t.float() if t.dtype in (torch.bfloat16, torch.float16) else t).cpu().numpy()
 
 
-def derived_tensor(t: Tensor, available: frozenset[Tensor]) -> Derived:
-    """A tensor that depends on constants only, evaluated in float64 and rounded once."""
+def derived_tensor(
+    t: Tensor, available: frozenset[Tensor], strides: tuple[int, ...] | None = None
+) -> Derived:
+    """A tensor that depends on constants only, evaluated in float64 and rounded once; dense, or
+    with the strides that a kernel asks for."""
+    if t in available:
+        return Derived(f"{t.name} laid out", (t,), lambda v: _restrided(v[0].detach(), strides))
     sources = _sources(t, available)
     dtype = getattr(torch, t.dtype.label)
 
     def compute(values: list[torch.Tensor]) -> torch.Tensor:
         given = {s: to_numpy(v) for s, v in zip(sources, values, strict=True)}
         (out,) = evaluate([t], given, exact=t.dtype.is_float)
-        return torch.from_numpy(np.array(out, copy=True)).to(dtype).contiguous()
+        dense = torch.from_numpy(np.array(out, copy=True)).to(dtype).contiguous()
+        return _restrided(dense, strides)
 
     return Derived(t.name, sources, compute)
+
+
+def _restrided(x: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
+    if strides is None:
+        return x.contiguous()
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype).copy_(x)
 
 
 def _sources(t: Tensor, available: frozenset[Tensor]) -> tuple[Tensor, ...]:

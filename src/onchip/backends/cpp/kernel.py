@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from onchip.backends.cpp import spelling
-from onchip.backends.cpp.loops import emit_stage
+from onchip.backends.cpp.loops import emit_stage, lay_out_constants
 from onchip.backends.cpp.product import (
     Panels,
     Product,
@@ -27,7 +27,10 @@ Strides = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class KernelSource:
-    """Generated text and what to call it with: pointers to inputs, panels, outputs, in order."""
+    """Generated text and what to call it with: pointers to inputs, panels, outputs, in order.
+
+    laid_out: constants among the inputs that the kernel wants with other strides than they have.
+    """
 
     text: str
     inputs: tuple[Tensor, ...]
@@ -35,6 +38,7 @@ class KernelSource:
     outputs: tuple[Tensor, ...]
     scratch_bytes: int
     parallel: bool
+    laid_out: dict[Tensor, Strides]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +83,16 @@ def emit_kernel(
             return size
         most_scratch = max(most_scratch, size)
     used = _used_inputs(list(reads), nests, panels)
-    used.sort(key=lambda t: t in late)  # tensors derived at load come after the others
+    used.sort(key=lambda t: t in late or t in w.laid_out)  # tensors derived at load come after the others
     text = _assemble(w, used, panels, produced, buffers, comment)
     return KernelSource(
-        text, tuple(used), tuple(panels), tuple(produced), most_scratch, options.parallel
+        text,
+        tuple(used),
+        tuple(panels),
+        tuple(produced),
+        most_scratch,
+        options.parallel,
+        {t: buffers[t].strides for t in used if t in w.laid_out},
     )
 
 
@@ -166,9 +176,14 @@ def _emit_stages(w: Writer, nest: Nest, constants, options, panels: list[Panels]
 ) -> list[str] | Refusal:
     """Emit all stages; returns the C++ sizes (floats) of workspace and run-time panels."""
     extra: list[str] = []
-    for st in nest.stages:
-        target = w.buffers[st.tensor]
-        product = assign_roles(st, target, w.buffers, constants)
+    targets = [w.buffers[st.tensor] for st in nest.stages]
+    products = [
+        assign_roles(st, target, w.buffers, constants)
+        for st, target in zip(nest.stages, targets, strict=True)
+    ]
+    plain = [st for st, product in zip(nest.stages, products, strict=True) if product is None]
+    lay_out_constants(w, plain, constants)
+    for st, target, product in zip(nest.stages, targets, products, strict=True):
         if product is not None and not columns_aligned(st, product):
             return Refusal(Rule.CONTRACTION_FORM, st.tensor.name, "a tile cuts a column panel")
         w.open("", {})

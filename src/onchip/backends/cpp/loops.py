@@ -103,6 +103,34 @@ def vector_axis(w: Writer, stage: Stage, target: Buffer) -> Axis | None:
     return best
 
 
+def lay_out_constants(w: Writer, stages: list[Stage], constants: frozenset[Tensor]) -> None:
+    """Give a constant that a vector loop would gather (a depthwise filter, channels outermost) a
+    layout of its own with the vector axis innermost. Only where a single stage reads it."""
+    readers = [ld.src for st in stages for ld in {x.src: x for x in loads(st.staged.body)}.values()]
+    for st in stages:
+        v = vector_axis(w, st, w.buffers[st.tensor])
+        for ld in loads(st.staged.body):
+            t = ld.src
+            if t not in constants or t in w.laid_out or readers.count(t) != 1 or v is None:
+                continue
+            if stride_along(ld.index, w.buffers[t].strides, v) in (0, 1, None):
+                continue
+            inner = [d for d, i in enumerate(ld.index) if v in mentioned(i)]
+            if len(inner) == 1 and ld.index[inner[0]] is v:
+                w.buffers[t].strides = _innermost(t, inner[0])
+                w.laid_out.add(t)
+
+
+def _innermost(t: Tensor, d: int) -> tuple[int, ...]:
+    """Strides of a dense tensor with dimension `d` contiguous."""
+    order = [*(x for x in range(t.rank) if x != d), d]
+    out, step = [0] * t.rank, 1
+    for x in reversed(order):
+        out[x] = step
+        step *= max(t.shape[x], 1)
+    return tuple(out)
+
+
 def _load_weights(body: Expr) -> list[tuple[Load, float]]:
     """Loads with the number of times each is evaluated per element."""
     out: list[tuple[Load, float]] = []

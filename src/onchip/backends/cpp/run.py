@@ -150,6 +150,7 @@ def job(
     strides: dict[Tensor, Strides],
 ) -> Job:
     """The memory of one call of `source`."""
+    strides = strides | source.laid_out
     arrays = []
     for t in source.inputs:
         _, view = _memory(t, strides.get(t))

@@ -62,6 +62,7 @@ class Writer:
         self.vector_chunk = 0
         self.pads: dict[tuple[str, str], str] = {}
         self.uses_status = False
+        self.laid_out: set[Tensor] = set()
         self.env: dict[Axis, tuple[int, int]] = {}
 
     # ---- loops ---------------------------------------------------------------------------------
