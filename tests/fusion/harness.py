@@ -134,6 +134,15 @@ class Programs:
         for (_, out), got in zip(todo, run_all([j for j, _ in todo], self.optimise), strict=True):
             out.append(got)
 
+    def check_alone(self, name: str, optimise: str = "-O0") -> None:
+        """The same for one program, made and compiled anew."""
+        p = self.makers[name]()
+        jobs = jobs_of(p)
+        assert isinstance(jobs, list), f"{name} is refused: {jobs}"
+        for got in run_all(jobs, optimise):
+            assert not isinstance(got, Exception), f"{got!r} from {name}"
+            close(got, p, name)
+
     def check(self, name: str) -> list[Job]:
         """Assert every choice's results; returns the jobs for further looks."""
         if not self.made:

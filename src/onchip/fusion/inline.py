@@ -38,7 +38,7 @@ def inline(body: Expr, inlined: dict[Tensor, Expr], memo: dict | None = None) ->
 
 def _at(t: Tensor, body: Expr, index: tuple[Expr, ...], pad: object) -> Expr:
     inside = in_bounds(index, t.shape) if pad is not None else None
-    if inside is not None and can_fail(body):
+    if inside is not None and (can_fail(body) or any(loads(i) for i in index)):
         # outside, nothing is computed: an index or a divisor there must not be reported
         index = tuple(clamped(i, n) for i, n in zip(index, t.shape, strict=True))
     value = substitute_simplified(fresh_reductions(body), dict(zip(t.axes, index, strict=True)))

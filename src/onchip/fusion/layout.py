@@ -8,8 +8,11 @@ reads or writes, and everything that is connected to it by operators that keep (
 
 from __future__ import annotations
 
-from onchip.ir.expr import Axis, Tensor, loads, mentioned
+from collections.abc import Callable
+
+from onchip.ir.expr import Axis, Load, Tensor, loads, mentioned
 from onchip.ir.graph import Graph, Node
+from onchip.ir.index import linear
 
 Strides = tuple[int, ...]
 
@@ -35,32 +38,43 @@ def channels_last(shape: tuple[int, ...]) -> Strides:
     return tuple(out)
 
 
-def choose_layouts(graph: Graph) -> dict[Tensor, Strides]:
-    """Strides (in elements) of all tensors between operators."""
-    out: dict[Tensor, Strides] = {}
-    tensors = [t for n in graph.nodes for t in n.results]
-    for t in (*graph.inputs, *graph.constants, *tensors):
-        out[t] = _eager(t)
+def choose_layouts(graph: Graph, is_view: Callable[[Node], bool]) -> dict[Tensor, Strides]:
+    """Strides (in elements) of all tensors between operators: eager's, but for the channels-last
+    ones and the views of them."""
+    out = {t: _eager(t) for t in (*graph.inputs, *graph.constants)}
     spatial = _spatial_tensors(graph)
     fixed = {*graph.inputs, *graph.constants, *graph.output_tensors}
-    for t in tensors:
-        if t in spatial and t not in fixed and t.shape[1] >= FEWEST_CHANNELS:
-            out[t] = channels_last(t.shape)
-        elif t not in fixed and not _is_view(graph, t):
-            out[t] = contiguous(t.shape)
     for n in graph.nodes:
+        viewed = is_view(n) and bool(n.inputs)
+        for t in n.results:
+            if viewed and out.get(n.inputs[0]) != _eager(n.inputs[0]):
+                out[t] = _view_strides(t, n.inputs[0], out[n.inputs[0]])
+            elif not viewed and t in spatial and t not in fixed and t.shape[1] >= FEWEST_CHANNELS:
+                out[t] = channels_last(t.shape)
+            else:
+                out[t] = _eager(t)
         for t in n.tensors:  # what an operator computes on the way is dense
             out.setdefault(t, contiguous(t.shape))
     return out
 
 
+def _view_strides(t: Tensor, base: Tensor, strides: Strides) -> Strides:
+    """Strides of a view of a tensor that lies in memory by `strides`; dense if the elements do
+    not lie in any regular way (the library copies then)."""
+    body = t.body
+    if not isinstance(body, Load) or body.src is not base:
+        return contiguous(t.shape)
+    forms = [linear(i) for i in body.index]
+    if any(not isinstance(a, Axis) for f in forms for a, _ in f.terms):
+        return contiguous(t.shape)
+    return tuple(
+        sum(f.coefficient(a) * s for f, s in zip(forms, strides, strict=True)) for a in t.axes
+    )
+
+
 def _eager(t: Tensor) -> Strides:
     found = t.tag.get("strides")
     return tuple(found) if isinstance(found, (tuple, list)) else contiguous(t.shape)  # type: ignore[arg-type]
-
-
-def _is_view(graph: Graph, t: Tensor) -> bool:
-    return bool(t.tag.get("view"))
 
 
 def _spatial_tensors(graph: Graph) -> set[Tensor]:

@@ -10,11 +10,17 @@ from onchip.ir.expr import Tensor
 Strides = tuple[int, ...]
 
 
-def signature(
-    region: Region, strides: dict[Tensor, Strides], constants: frozenset[Tensor]
-) -> str:
+def signature(region: Region, strides: dict[Tensor, Strides], constants: frozenset[Tensor]) -> str:
     """Operators with their arguments, shapes, types, strides and connections. Two regions with the
     same signature have the same candidates and the same cost."""
+    return numbered(region, strides, constants)[0]
+
+
+def numbered(
+    region: Region, strides: dict[Tensor, Strides], constants: frozenset[Tensor]
+) -> tuple[str, tuple[Tensor, ...]]:
+    """The signature, and the tensors in the order in which it names them: two regions with the
+    same signature do the same with the tensors at the same place."""
     number: dict[Tensor, int] = {}
 
     def tensor(t: Tensor) -> str:
@@ -41,4 +47,4 @@ def signature(
             ("!" if t in outputs else "") + tensor(t) if t is not None else "-" for t in n.outputs
         )
         lines.append(f"{results}={call}")
-    return ";".join(lines)
+    return ";".join(lines), tuple(number)

@@ -40,6 +40,9 @@ from onchip.ir.index import simplify
 # element in L1 (about 4 cheap operations' time): recompute while the sum stays below this.
 RECOMPUTE_LIMIT = 12.0
 TRANSCENDENTAL_COST = 10.0
+# An expression nested deeper than this is stored on the way: every pass over expressions, the
+# compiler's included, recurses into them.
+DEPTH_LIMIT = 100
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -72,6 +75,7 @@ def stage(region: Region) -> tuple[Staged, ...] | Refusal:
     inlined: dict[Tensor, Expr] = {}
     staged: list[Staged] = []
     cost: dict[Tensor, float] = {}
+    depth: dict[Tensor, int] = {}
     memo: dict[Expr, Expr] = {}
     holds_product: dict[Tensor, bool] = {}
     for t in region.tensors:
@@ -80,11 +84,11 @@ def stage(region: Region) -> tuple[Staged, ...] | Refusal:
         if reason:
             return Refusal(Rule.UNSUPPORTED_DTYPE if "for" in reason else Rule.OPAQUE, t.name, reason)
         body = split_reduction_axes(without_unit_axes(inline(t.body, inlined, memo)))
-        cost[t] = _cost(t.body) + sum(
-            cost[s] for s in {ld.src for ld in walk(t.body) if isinstance(ld, Load)} if s in inlined
-        )
+        inside = {ld.src for ld in walk(t.body) if isinstance(ld, Load) and ld.src in inlined}
+        cost[t] = _cost(t.body) + sum(cost[s] for s in inside)
+        depth[t] = _depth(t.body) + max((depth[s] for s in inside), default=0)
         product = any(as_contraction(r, t.axes) is not None for r in reduces(body))
-        keep = t in outputs or not _may_inline(t, body, reads.get(t, []), cost[t])
+        keep = t in outputs or depth[t] > DEPTH_LIMIT or not _may_inline(t, body, reads.get(t, []), cost[t])
         if not keep and product:
             keep = not _claim(t, reads[t][0].consumer, holds_product)
         if keep:
@@ -106,6 +110,13 @@ def unsupported(t: Tensor) -> str:
         if isinstance(e, Call) and e.fn not in FUNCTIONS:
             return f"no C++ spelling of the function {e.fn}"
     return ""
+
+
+def _depth(e: Expr) -> int:
+    """Levels of an expression, indices not counted."""
+    if isinstance(e, Load):
+        return 1
+    return 1 + max((_depth(x) for x in children(e)), default=0)
 
 
 def _claim(t: Tensor, consumer: Tensor, holds: dict[Tensor, bool]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,19 +24,54 @@ Strides = tuple[int, ...]
 
 # Results larger than this leave the caches anyway: storing past them may pay.
 STREAM_BYTES = 8 << 20
-MOST_NESTS = 5
+MOST_NESTS = 3
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Variant:
+    """One way to run a region, before any code is written."""
+
+    nest: Nest
+    options: KernelOptions
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Candidate:
-    """One generated kernel. choice: how it differs from its siblings, readable."""
+    """One generated kernel. choice: how it differs from its siblings, readable. stored: tensors
+    that it keeps in memory, scratch or the program's, rather than in registers."""
 
     region: Region
     source: KernelSource
-    nest: Nest
+    stored: frozenset[Tensor]
     choice: str
     derived: tuple[Derived, ...]
     inputs: tuple[Tensor, ...]
+
+    def moved(self, region: Region, same: dict[Tensor, Tensor]) -> Candidate:
+        """This kernel for an isomorphic region; `same` maps each tensor to its counterpart. The
+        source keeps the names that it has: names are comments."""
+        source = replace(
+            self.source,
+            inputs=tuple(same.get(t, t) for t in self.source.inputs),
+            outputs=tuple(same[t] for t in self.source.outputs),
+            laid_out={same.get(t, t): s for t, s in self.source.laid_out.items()},
+        )
+        return replace(
+            self,
+            region=region,
+            source=source,
+            stored=frozenset(same.get(t, t) for t in self.stored),
+            derived=tuple(_moved(d, same) for d in self.derived),
+            inputs=tuple(same[t] for t in self.inputs),
+        )
+
+
+def _moved(d: Derived, same: dict[Tensor, Tensor]) -> Derived:
+    sources = tuple(same[s] for s in d.sources)
+    name = d.name
+    for old, new in zip(d.sources, sources, strict=True):
+        name = name.replace(old.name, new.name)
+    return replace(d, name=name, sources=sources)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -55,41 +90,42 @@ class CompiledKernel:
         return self.binary.function((ctypes.c_void_p * self.arity)(*pointers))
 
 
-def propose(
-    region: Region,
-    strides: dict[Tensor, Strides],
-    constants: frozenset[Tensor],
-    available: frozenset[Tensor],
-    machine: Machine,
-    note: str = "",
-) -> list[Candidate] | Refusal:
-    """Generated kernels for a region, most promising first. `available`: tensors that exist when
-    the program runs (the rest of the constants are derived at load)."""
+def variants(
+    region: Region, strides: dict[Tensor, Strides], machine: Machine
+) -> list[Variant] | Refusal:
+    """Ways to run a region, most promising first."""
     staged = stage(region)
     if isinstance(staged, Refusal):
         return staged
     nests = nests_for(staged, strides, machine)
     if isinstance(nests, Refusal):
         return nests
-    late = frozenset(t for t in region.inputs if t not in available)
-    out: list[Candidate] = []
-    refused: Refusal | None = None
     size = sum(t.nbytes for t in region.outputs)
+    parallel = _parallel(region)
+    out: list[Variant] = []
     for nest in nests[:MOST_NESTS]:
-        options = [KernelOptions(parallel=_parallel(region))]
+        out.append(Variant(nest, KernelOptions(parallel=parallel)))
         if size >= STREAM_BYTES and not any(s.contraction for s in nest.stages):
-            options.append(KernelOptions(stream=True, parallel=_parallel(region)))
-        for o in options:
-            source = emit_kernel((nest,), strides, constants, o, _comment(region, note), late)
-            if isinstance(source, Refusal):
-                refused = source
-                continue
-            out.append(_candidate(region, source, nest, o, available, late))
-    if not out:
-        assert refused is not None
-        return refused
-    distinct = {c.source.text: c for c in reversed(out)}
-    return [c for c in out if distinct[c.source.text] is c]
+            out.append(Variant(nest, KernelOptions(stream=True, parallel=parallel)))
+    return out
+
+
+def write(
+    region: Region,
+    variant: Variant,
+    strides: dict[Tensor, Strides],
+    constants: frozenset[Tensor],
+    available: frozenset[Tensor],
+    note: str = "",
+) -> Candidate | Refusal:
+    """The kernel of one variant. `available`: tensors that exist when the program runs (the rest
+    of the constants are derived at load)."""
+    late = frozenset(t for t in region.inputs if t not in available)
+    comment = _comment(region, note)
+    source = emit_kernel((variant.nest,), strides, constants, variant.options, comment, late)
+    if isinstance(source, Refusal):
+        return source
+    return _candidate(region, source, variant, available, late)
 
 
 def _parallel(region: Region) -> bool:
@@ -106,19 +142,20 @@ def _comment(region: Region, note: str) -> str:
 def _candidate(
     region: Region,
     source: KernelSource,
-    nest: Nest,
-    options: KernelOptions,
+    variant: Variant,
     available: frozenset[Tensor],
     late: frozenset[Tensor],
 ) -> Candidate:
-    choice = "tile " + "x".join(map(str, nest.tile)) + (" streamed" if options.stream else "")
+    nest = variant.nest
+    choice = "tile " + "x".join(map(str, nest.tile))
+    choice += " streamed" if variant.options.stream else ""
+    stored = frozenset(s.tensor for s in nest.stages)
     real = tuple(t for t in source.inputs if t not in late and t not in source.laid_out)
     derived = [
-        derived_tensor(t, available, source.laid_out.get(t))
-        for t in source.inputs[len(real) :]
+        derived_tensor(t, available, source.laid_out.get(t)) for t in source.inputs[len(real) :]
     ]
     derived += [packed(p, panel_width(), available) for p in source.panels]
-    return Candidate(region, source, nest, choice, tuple(derived), real)
+    return Candidate(region, source, stored, choice, tuple(derived), real)
 
 
 def runner(

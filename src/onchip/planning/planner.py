@@ -2,55 +2,38 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 
 import torch
 
-import onchip
 from onchip.analysis.record import Decision
 from onchip.backends.cpp.compiler import (
     Binary,
     build_all,
-    compiler_version,
-    find_compiler,
     panel_width,
-    target_macros,
 )
 from onchip.capture.captured import Captured
 from onchip.capture.cleanup import constant_tensors
 from onchip.capture.schema import is_view
 from onchip.errors import CompilerError
 from onchip.fusion.layout import choose_layouts
-from onchip.fusion.partition import Group, Partition, Partitioner
+from onchip.fusion.partition import Partition, Partitioner
 from onchip.fusion.refusal import Refusal, Rule
-from onchip.fusion.region import Region
-from onchip.fusion.signature import signature
 from onchip.fusion.tiling import Machine
 from onchip.ir.expr import Tensor
-from onchip.ir.graph import Node
-from onchip.planning.candidates import Candidate, propose
+from onchip.ir.graph import Graph, Node
 from onchip.planning.plan import KernelStep, LibraryStep, Plan, Step
-from onchip.planning.tuner import Verdict, kernel_of, load_verdict, store_verdict, tune
+from onchip.planning.tuner import Verdict, kernel_of, store_verdict, tune
+from onchip.planning.units import Unit, find_units, most_sources
 from onchip.planning.values import Values, run_eagerly
 from onchip.settings import Settings
 
+# Seconds of timing that one kind of region is worth: its candidates and the library's calls.
+MEASURE_S = 0.1
+
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Unit:
-    """One group of the partition with everything known about running it."""
-
-    group: Group
-    region: Region
-    key: str
-    candidates: tuple[Candidate, ...]
-    refusal: Refusal | None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -76,7 +59,8 @@ def plan(
     """Decide how the program runs. Without a C++ compiler every operator is a library call."""
     start = time.perf_counter()
     graph = captured.graph
-    layouts = choose_layouts(graph)
+    layouts = choose_layouts(graph, lambda n: is_view(n.call.target))
+    graph = copying_views(graph, layouts)
     constants = frozenset(constant_tensors(graph)) | frozenset(graph.constants)
     machine = Machine(settings.threads or torch.get_num_threads(), _panel_width())
     partitioner = Partitioner(graph, layouts, constants, machine, settings.fuel)
@@ -84,10 +68,10 @@ def plan(
     available = frozenset(
         {*graph.inputs, *graph.constants, *(t for n in graph.nodes for t in n.results)}
     )
-    units = [
-        _unit(g, partitioner, layouts, constants, available, machine) for g in partition.groups
-    ]
-    verdicts, built, reused = _decide(units, captured, inputs, layouts, settings, progress)
+    units, known = find_units(
+        partition.groups, partitioner, available, machine, most_sources(settings)
+    )
+    verdicts, built, reused = _decide(units, known, captured, inputs, layouts, settings, progress)
     steps: list[tuple[Step, Unit, Verdict | None, Binary | None]] = []
     for u in units:
         steps += _steps(u, verdicts.get(u.key))
@@ -104,6 +88,17 @@ def plan(
     )
 
 
+def copying_views(graph: Graph, layouts: dict[Tensor, tuple[int, ...]]) -> Graph:
+    """`view` needs eager's strides; where the layout is another one, `reshape` does the same and
+    copies if it must."""
+    nodes = []
+    for n in graph.nodes:
+        if n.op in ("view", "_unsafe_view") and layouts[n.inputs[0]] != n.inputs[0].tag.get("strides"):
+            n = replace(n, call=replace(n.call, target="aten.reshape.default"))
+        nodes.append(n)
+    return graph.with_nodes(nodes)
+
+
 def _panel_width() -> int:
     try:
         return panel_width()
@@ -111,56 +106,12 @@ def _panel_width() -> int:
         return 16
 
 
-def have_compiler() -> bool:
-    try:
-        find_compiler()
-    except CompilerError:
-        return False
-    return True
-
-
-def _unit(
-    group: Group,
-    partitioner: Partitioner,
-    layouts: dict[Tensor, tuple[int, ...]],
-    constants: frozenset[Tensor],
-    available: frozenset[Tensor],
-    machine: Machine,
-) -> Unit:
-    region = partitioner.region(group.nodes)
-    key = _key(signature(region, layouts, constants), machine)
-    if group.opaque or all(is_view(n.call.target) for n in group.nodes) or not have_compiler():
-        return Unit(group, region, key, (), None)
-    found = propose(region, layouts, constants, available, machine)
-    if isinstance(found, Refusal):
-        return Unit(group, region, key, (), found)
-    return Unit(group, region, key, tuple(found), None)
-
-
-def _key(text: str, machine: Machine) -> str:
-    parts = [text, repr(machine), torch.__version__, _code_version()]
-    if have_compiler():
-        parts += [compiler_version(), *sorted(target_macros())]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
-
-
-@functools.cache
-def _code_version() -> str:
-    """Hash of the sources that decide what candidates there are."""
-    h = hashlib.sha256()
-    root = Path(onchip.__file__).parent
-    for folder in ("ir", "ops", "fusion", "backends", "planning"):
-        for f in sorted((root / folder).rglob("*")):
-            if f.suffix in (".py", ".h"):
-                h.update(f.read_bytes())
-    return h.hexdigest()
-
-
 Verdicts = dict[str, tuple[Verdict, Binary | None]]
 
 
 def _decide(
     units: list[Unit],
+    known: dict[str, Verdict],
     captured: Captured,
     inputs: Sequence[torch.Tensor],
     layouts: dict[Tensor, tuple[int, ...]],
@@ -169,22 +120,15 @@ def _decide(
 ) -> tuple[Verdicts, int, int]:
     """A verdict for every kind of region, from the cache or by building and timing."""
     kinds = {u.key: u for u in reversed(units) if u.candidates}
-    known = {k: v for k in kinds if (v := load_verdict(k)) is not None}
     unknown = [k for k in kinds if k not in known]
-    sources: list[str] = []
-    places: list[tuple[str, int]] = []
-    for k, u in kinds.items():
-        wanted = range(len(u.candidates)) if k in unknown else [known[k].index]
-        if k in known and known[k].kind == "library":
-            wanted = []
-        for i in wanted:
-            sources.append(u.candidates[i].source.text)
-            places.append((k, i))
-    progress("building kernels", 0, len(sources))
+    places = [(k, i) for k, u in kinds.items() for i in u.candidates]
+    progress("building kernels", 0, len(places))
+    sources = [kinds[k].candidates[i].source.text for k, i in places]
     binaries = dict(zip(places, build_all(sources), strict=True))
+    known = dict(known)
     if unknown:
         values = run_eagerly(captured, inputs, layouts)
-        share = min(settings.budget_s / max(len(unknown), 1) / 2, 0.15)
+        share = min(settings.budget_s / len(unknown) / 2, MEASURE_S)
         for n, k in enumerate(unknown):
             progress("measuring", n, len(unknown))
             known[k] = _tune(kinds[k], binaries, values, share)
@@ -201,10 +145,15 @@ def _decide(
 
 
 def _tune(
-    unit: Unit, binaries: dict[tuple[str, int], Binary | CompilerError], values: Values, share: float
+    unit: Unit,
+    binaries: dict[tuple[str, int], Binary | CompilerError],
+    values: Values,
+    share: float,
 ) -> Verdict:
-    mine = [binaries[unit.key, i] for i in range(len(unit.candidates))]
-    return tune(unit.region.nodes, unit.candidates, mine, values, share)
+    numbers = list(unit.candidates)
+    mine = [binaries[unit.key, i] for i in numbers]
+    found = tune(unit.region.nodes, list(unit.candidates.values()), mine, values, share)
+    return replace(found, index=numbers[found.index])
 
 
 def _steps(

@@ -197,9 +197,16 @@ def _ledger(compiled: Compiled) -> Iterator[LedgerEntry]:
         yield LedgerEntry("batch_norm_folded", e.nodes[0], e.text)
     if compiled.outcome.form != FUSED:
         return
-    for step, *_ in compiled.planned.steps_of:
+    ledger = Ledger(compiled.captured.graph)
+    for step, unit, verdict, _ in compiled.planned.steps_of:
         if not isinstance(step, KernelStep):
             continue
+        stored = unit.candidates[verdict.index].stored if verdict else frozenset()
+        kept = [t for t, _ in ledger.kernel(step.nodes).on_chip if t not in stored]
+        if halves := [t for t in kept if t.dtype.is_float and t.dtype.size < 4]:
+            names = ", ".join(t.name for t in halves)
+            text = f"stays in float32 instead of being rounded to {halves[0].dtype.label}"
+            yield LedgerEntry("rounding_removed", names, text)
         sums = [n.name for n in step.nodes if _sums(n)]
         if sums:
             yield LedgerEntry(
