@@ -31,8 +31,10 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
+# Two threads a process, so that generated kernels run in parallel; waiting ones sleep, since the
+# test processes share the cores.
 test: $(VENV)/.demo lint
-	$(BIN)/python -m pytest -n $(WORKERS)
+	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS)
 
 bench: $(VENV)/.demo
 	mkdir -p bench/results

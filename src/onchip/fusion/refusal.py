@@ -33,6 +33,7 @@ class Rule(Enum):
     MUTATED = (Family.ILLEGAL, "the tensor is overwritten in place between the two")
     NOT_VECTORISABLE = (Family.UNSUPPORTED, "no loop order gives contiguous accesses")
     UNSUPPORTED_DTYPE = (Family.UNSUPPORTED, "the element type has no generated code")
+    UNSUPPORTED_EXPRESSION = (Family.UNSUPPORTED, "its expression has no generated code")
     CONTRACTION_FORM = (Family.UNSUPPORTED, "the product's operands have no matrix form")
     SLOWER = (Family.UNPROFITABLE, "measured: the separate kernels are faster")
     LIBRARY_BETTER = (Family.UNPROFITABLE, "measured: a library call takes less time")

@@ -27,7 +27,7 @@ class Region:
 def region_of(
     nodes: Iterable[Node], graph: Graph, constants: frozenset[Tensor], position: dict[Node, int]
 ) -> Region:
-    """The region of a set of nodes. Its outputs are the results that others, or the caller, read."""
+    """The region of a set of nodes. Its outputs are the results that others or the caller read."""
     ordered = tuple(sorted(nodes, key=position.__getitem__))
     inside = set(ordered)
     produced = [t for n in ordered for t in n.results]

@@ -82,13 +82,14 @@ def stage(region: Region) -> tuple[Staged, ...] | Refusal:
         assert t.body is not None
         reason = unsupported(t)
         if reason:
-            return Refusal(Rule.UNSUPPORTED_DTYPE if "for" in reason else Rule.OPAQUE, t.name, reason)
+            return Refusal(Rule.UNSUPPORTED_EXPRESSION, t.name, reason)
         body = split_reduction_axes(without_unit_axes(inline(t.body, inlined, memo)))
         inside = {ld.src for ld in walk(t.body) if isinstance(ld, Load) and ld.src in inlined}
         cost[t] = _cost(t.body) + sum(cost[s] for s in inside)
         depth[t] = _depth(t.body) + max((depth[s] for s in inside), default=0)
         product = any(as_contraction(r, t.axes) is not None for r in reduces(body))
-        keep = t in outputs or depth[t] > DEPTH_LIMIT or not _may_inline(t, body, reads.get(t, []), cost[t])
+        keep = t in outputs or depth[t] > DEPTH_LIMIT
+        keep = keep or not _may_inline(t, body, reads.get(t, []), cost[t])
         if not keep and product:
             keep = not _claim(t, reads[t][0].consumer, holds_product)
         if keep:
@@ -236,7 +237,7 @@ def split_own_axes(s: Staged) -> Staged:
 
 
 def splitting_factor(e: Expr, a: Axis) -> int | None:
-    """The smallest c for which `e` contains a // c or a % c directly on axis `a` with c | extent."""
+    """The smallest c dividing the extent for which `e` contains a // c or a % c of axis `a`."""
     factors = {
         int(x.args[1].value)
         for x in walk(e)

@@ -10,6 +10,7 @@ import torch
 
 from onchip.backends.library import aten
 from onchip.capture.captured import Captured
+from onchip.capture.observe import clone_storage
 from onchip.ir.expr import Tensor
 
 Strides = tuple[int, ...]
@@ -34,7 +35,7 @@ def run_eagerly(
         values[t] = s.fetch().detach()
     with torch.no_grad():
         for t, x in zip(captured.graph.inputs, inputs, strict=True):
-            values[t] = x.detach().clone(memory_format=torch.preserve_format)
+            values[t] = clone_storage(x.detach())  # an expanded input stays expanded
         for p in captured.prepare:
             got = p.compute([values[s] for s in p.sources])
             values.update(zip(p.outputs, got, strict=True))

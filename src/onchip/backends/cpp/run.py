@@ -12,8 +12,8 @@ from onchip.backends.cpp.compiler import build, panel_width
 from onchip.backends.cpp.kernel import KernelOptions, KernelSource, contiguous, emit_kernel
 from onchip.backends.cpp.product import Panels
 from onchip.backends.interpreter import evaluate
-from onchip.errors import CompilerError
 from onchip.backends.scalar_numpy import round_bfloat16
+from onchip.errors import CompilerError
 from onchip.fusion.nest import Nest
 from onchip.fusion.refusal import Refusal
 from onchip.fusion.region import Region
