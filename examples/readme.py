@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import sys
 from pathlib import Path
 
@@ -35,7 +36,9 @@ def section(pipeline: Report, network: Report | None) -> str:
             f"{b.launches}.",
         ]
     today = datetime.date.today().isoformat()
-    return "\n".join([*lines, "", f"Measured {today} on {pipeline.device} ({versions}).", ""])
+    load = f"; load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    where = f"Measured {today} on {pipeline.device} ({versions}{load})."
+    return "\n".join([*lines, "", where, ""])
 
 
 def _sentence(r: Report) -> str:

@@ -12,7 +12,7 @@ class UnknownModel(OnchipError):
 
 
 class CaptureError(OnchipError):
-    """The model could not be turned into a graph (data-dependent control flow, unsupported input)."""
+    """The model could not be turned into a graph (data-dependent control flow, odd inputs)."""
 
 
 class InputError(OnchipError):

@@ -197,7 +197,7 @@ def _tiles(staged: tuple[Staged, ...], root: Staged, machine: Machine) -> list[t
     """Candidate tiles: axes that some stage does not depend on stay whole; of the others, the
     outer ones are cut until there is enough parallel work."""
     extents = [max(a.extent, 1) for a in root.loops]
-    whole = _whole_axes(staged, root)
+    whole = whole_axes(staged, root)
     has_product = any(_is_product(s) for s in staged)
     out: list[tuple[int, ...]] = []
     if has_product:
@@ -215,7 +215,7 @@ def _is_product(s: Staged) -> bool:
     return find_contraction(s.body, s.loops) is not None
 
 
-def _whole_axes(staged: tuple[Staged, ...], root: Staged) -> list[bool]:
+def whole_axes(staged: tuple[Staged, ...], root: Staged) -> list[bool]:
     """Axes along which cutting would compute some stage again for each piece."""
     unit = tuple(1 for _ in root.loops)
     nest = build_nest(staged, root, unit)
@@ -278,7 +278,8 @@ def _product_tiles(
         for pieces in (machine.threads, 2 * machine.threads):
             width = ceil(extents[columns] / pieces / 32) * 32
             if width < extents[columns]:
-                base = next((t for t in ladder if _scratch(staged, root, t) <= SCRATCH_TARGET), None)
+                fits = (t for t in ladder if _scratch(staged, root, t) <= SCRATCH_TARGET)
+                base = next(fits, None)
                 for t in filter(None, (base, fitting[0] if fitting else None)):
                     picks.append((*t[:columns], width, *t[columns + 1 :]))
     return list(dict.fromkeys(picks))

@@ -2,7 +2,7 @@
 
     Expr = Axis(name, extent)                     a loop variable, 0 <= axis < extent
          | Const(value, dtype)
-         | Load(src, index, pad)                  an element of a tensor; `pad` is its value out of bounds
+         | Load(src, index, pad)                  an element of a tensor; `pad`: outside of it
          | Call(fn, args, dtype)                  a scalar function of ir/functions.py
          | Reduce(monoid, axes, body)             a monoid folded over axes
          | Var(name, dtype)                       a stream's state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from onchip.backends.cpp.product import Panels
+from onchip.backends.cpp.roles import Panels
 from onchip.backends.interpreter import evaluate
 from onchip.ir.dtype import DType
 from onchip.ir.expr import Axis, Load, Tensor, loads

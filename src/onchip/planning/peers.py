@@ -19,10 +19,8 @@ Maker = Callable[[torch.nn.Module, tuple[Any, ...]], Call]
 
 
 def channels_last(module: torch.nn.Module, args: tuple[Any, ...]) -> Call | None:
-    """Eager with weights and images channels-last; None if no input is a batch of images or no
-    layer is a 2-d convolution."""
-    if not any(isinstance(x, torch.Tensor) and x.dim() == 4 for x in args):
-        return None
+    """Eager with the weights, and whatever inputs are batches of images, channels-last; None if
+    no layer is a 2-d convolution."""
     if not any(isinstance(m, torch.nn.Conv2d) for m in module.modules()):
         return None
     form = torch.channels_last

@@ -93,7 +93,8 @@ def copying_views(graph: Graph, layouts: dict[Tensor, tuple[int, ...]]) -> Graph
     copies if it must."""
     nodes = []
     for n in graph.nodes:
-        if n.op in ("view", "_unsafe_view") and layouts[n.inputs[0]] != n.inputs[0].tag.get("strides"):
+        moved = n.inputs and layouts[n.inputs[0]] != n.inputs[0].tag.get("strides")
+        if moved and n.op in ("view", "_unsafe_view"):
             n = replace(n, call=replace(n.call, target="aten.reshape.default"))
         nodes.append(n)
     return graph.with_nodes(nodes)

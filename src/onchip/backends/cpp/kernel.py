@@ -7,15 +7,14 @@ from math import ceil
 
 from onchip.backends.cpp import spelling
 from onchip.backends.cpp.loops import emit_stage, lay_out_constants
-from onchip.backends.cpp.product import (
+from onchip.backends.cpp.pack import packed_right_floats
+from onchip.backends.cpp.product import emit_product, workspace_call
+from onchip.backends.cpp.roles import (
     Panels,
     Product,
     assign_roles,
     columns_aligned,
-    emit_product,
-    packed_right_floats,
     panels_of,
-    workspace_call,
 )
 from onchip.backends.cpp.writer import Buffer, Writer
 from onchip.fusion.nest import Nest, Stage
@@ -83,7 +82,9 @@ def emit_kernel(
             return size
         most_scratch = max(most_scratch, size)
     used = _used_inputs(list(reads), nests, panels)
-    used.sort(key=lambda t: t in late or t in w.laid_out)  # tensors derived at load come after the others
+    used.sort(
+        key=lambda t: t in late or t in w.laid_out
+    )  # tensors derived at load come after the others
     text = _assemble(w, used, panels, produced, buffers, comment)
     return KernelSource(
         text,
@@ -172,7 +173,8 @@ def _emit_nest(
     return bytes_
 
 
-def _emit_stages(w: Writer, nest: Nest, constants, options, panels: list[Panels]
+def _emit_stages(
+    w: Writer, nest: Nest, constants, options, panels: list[Panels]
 ) -> list[str] | Refusal:
     """Emit all stages; returns the C++ sizes (floats) of workspace and run-time panels."""
     extra: list[str] = []

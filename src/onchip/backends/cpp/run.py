@@ -10,7 +10,7 @@ import numpy as np
 
 from onchip.backends.cpp.compiler import build, panel_width
 from onchip.backends.cpp.kernel import KernelOptions, KernelSource, contiguous, emit_kernel
-from onchip.backends.cpp.product import Panels
+from onchip.backends.cpp.roles import Panels
 from onchip.backends.interpreter import evaluate
 from onchip.backends.scalar_numpy import round_bfloat16
 from onchip.errors import CompilerError
