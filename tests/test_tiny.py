@@ -121,3 +121,15 @@ def test_analyze_runs_nothing():
     facts = onchip.analyze("pipeline:add-mul:2^10", device="h200")
     assert (facts.unfused.accesses, facts.fused.accesses) == (5, 3)
     assert facts.bound_us == pytest.approx(3 * 4 * 2**10 / 4275 / 1e3)
+
+
+def test_a_view_of_a_moved_layout_is_reported():
+    """Inside, images are channels-last: flattening them copies, in a kernel or as a call."""
+    pool = torch.nn.AdaptiveAvgPool2d(2)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3), pool, torch.nn.Flatten())
+    x = torch.randn(2, 3, 9, 9)
+    with torch.no_grad():
+        fast = onchip.compile(model.eval(), (x,))
+        assert torch.allclose(fast(x), model(x), rtol=1e-4, atol=1e-5)
+    ops = {o for k in fast.report().kernels for o in k.ops}
+    assert {"0", "1"} <= ops

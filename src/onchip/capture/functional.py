@@ -102,7 +102,7 @@ def _writes(n: Node, position: dict[Node, int], names: dict[Node, list[Node]]) -
     for user in (u for name in same for u in name.users):
         if position[user] < position[n] and user not in same and not _fresh(user):
             return f"{n.name} writes to what {user.name} may be a view of"
-    if False:
+    if not _same_result(n):
         return f"{n.name} rounds its result to another type"
     same.append(n)
     names[n] = same

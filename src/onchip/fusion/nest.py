@@ -144,8 +144,7 @@ def _aligned(s: Staged, staged: tuple[Staged, ...]) -> bool:
     for reader in staged:
         for ld in loads(reader.body):
             if ld.src is s.tensor and (
-                [structural_key(i) for i in ld.index]
-                != [structural_key(i) for i in reader.store]
+                [structural_key(i) for i in ld.index] != [structural_key(i) for i in reader.store]
                 or [a.extent for a in reader.loops] != [a.extent for a in s.loops]
             ):
                 return False

@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from onchip.fusion.contraction import as_contraction
+from onchip.fusion.machine import Machine
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.fusion.region import Region, region_of
 from onchip.fusion.signature import signature
 from onchip.fusion.staging import stage, unsupported
-from onchip.fusion.tiling import Machine, nests_for
+from onchip.fusion.tiling import nests_for
 from onchip.ir.expr import Tensor, loads, reduces
 from onchip.ir.graph import Graph, Node
 

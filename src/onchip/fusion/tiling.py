@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil, prod
 
+from onchip.fusion.contraction import find_contraction
 from onchip.fusion.inline import substitute_simplified
+from onchip.fusion.machine import Machine
 from onchip.fusion.nest import Nest, build_nest
 from onchip.fusion.operands import stage_operands
+from onchip.fusion.product_tiles import product_tiles
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.fusion.staging import Staged
 from onchip.ir.dtype import DType
@@ -18,19 +21,10 @@ Strides = tuple[int, ...]
 
 # One tile's intermediates should stay in a core's second-level cache.
 SCRATCH_BUDGET = 768 * 1024
-SCRATCH_TARGET = 224 * 1024
 # A pass over this many elements takes a few microseconds: about what handing out a tile costs.
 POINTWISE_TILE = 16384
 # Computing an intermediate more than this often is not fusion but waste.
 RECOMPUTE_BUDGET = 1.6
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What tiling depends on."""
-
-    threads: int
-    panel_width: int
 
 
 def nests_for(
@@ -201,7 +195,7 @@ def _tiles(staged: tuple[Staged, ...], root: Staged, machine: Machine) -> list[t
     has_product = any(_is_product(s) for s in staged)
     out: list[tuple[int, ...]] = []
     if has_product:
-        out += _product_tiles(staged, root, whole, machine)
+        out += product_tiles(staged, root, whole, machine)
     else:
         out.append(_pointwise_tile(extents, whole, machine, staged))
     small = tuple(e if w else 1 for e, w in zip(extents, whole, strict=True))
@@ -210,8 +204,6 @@ def _tiles(staged: tuple[Staged, ...], root: Staged, machine: Machine) -> list[t
 
 
 def _is_product(s: Staged) -> bool:
-    from onchip.fusion.contraction import find_contraction
-
     return find_contraction(s.body, s.loops) is not None
 
 
@@ -258,73 +250,3 @@ def _pointwise_tile(
         if tile[d] < extents[d]:
             break
     return tuple(tile)
-
-
-def _product_tiles(
-    staged: tuple[Staged, ...], root: Staged, whole: list[bool], machine: Machine
-) -> list[tuple[int, ...]]:
-    """Tiles for a matrix product: rows are cut, outer axes first, into ever smaller pieces. Worth
-    trying are the largest tiles that give every thread one, those whose intermediates fit the
-    second-level cache well, and the same with the columns cut as well."""
-    extents = [max(a.extent, 1) for a in root.loops]
-    columns = _column_axis(staged, root)
-    ladder = _ladder(extents, whole, columns)
-    enough = [t for t in ladder if _pieces(extents, t) >= machine.threads] or ladder[-1:]
-    built = [(t, n) for t in enough if isinstance(n := build_nest(staged, root, t), Nest)]
-    fitting = [t for t, n in built if n.scratch_bytes <= SCRATCH_TARGET]
-    roomy = [t for t, n in built if n.scratch_bytes <= SCRATCH_BUDGET]
-    picks = [*fitting[:1], *roomy[:1], *fitting[1:3]]
-    if columns is not None and not whole[columns]:
-        for pieces in (machine.threads, 2 * machine.threads):
-            width = ceil(extents[columns] / pieces / 32) * 32
-            if width < extents[columns]:
-                fits = (t for t in ladder if _scratch(staged, root, t) <= SCRATCH_TARGET)
-                base = next(fits, None)
-                for t in filter(None, (base, fitting[0] if fitting else None)):
-                    picks.append((*t[:columns], width, *t[columns + 1 :]))
-    return list(dict.fromkeys(picks))
-
-
-def _scratch(staged: tuple[Staged, ...], root: Staged, tile: tuple[int, ...]) -> float:
-    nest = build_nest(staged, root, tile)
-    return nest.scratch_bytes if isinstance(nest, Nest) else float("inf")
-
-
-def _pieces(extents: list[int], tile: tuple[int, ...]) -> int:
-    return prod(ceil(e / t) for e, t in zip(extents, tile, strict=True))
-
-
-def _ladder(extents: list[int], whole: list[bool], columns: int | None) -> list[tuple[int, ...]]:
-    """The whole, then halves of the outermost row axis until it is one, then of the next."""
-    tile = list(extents)
-    out = [tuple(tile)]
-    for d, e in enumerate(extents):
-        if d == columns or whole[d]:
-            continue
-        pieces = 2
-        while tile[d] > 1:
-            tile[d] = ceil(e / pieces)
-            pieces *= 2
-            out.append(tuple(tile))
-    return out
-
-
-def _column_axis(staged: tuple[Staged, ...], root: Staged) -> int | None:
-    """The root's axis that becomes the product's columns: the one that its constant operand (else
-    the operand read along the contiguous axis) brings in."""
-    from onchip.fusion.contraction import find_contraction
-
-    unit = build_nest(staged, root, tuple(1 for _ in root.loops))
-    if isinstance(unit, Refusal):
-        return None
-    for st in unit.stages:
-        c = find_contraction(st.staged.body, st.staged.loops)
-        if c is None:
-            continue
-        spans = dict(zip(st.staged.loops, st.spans, strict=True))
-        sides = [c.n_axes, c.m_axes] if len(c.n_axes) <= len(c.m_axes) else [c.m_axes, c.n_axes]
-        for a in sides[0]:
-            for atom, _ in linear(spans[a].origin).terms:
-                if atom in unit.tile_axes:
-                    return unit.tile_axes.index(atom)  # type: ignore[arg-type]
-    return None

@@ -174,7 +174,7 @@ class Measured:
     program_us: float
     baselines: Mapping[str, float | None] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    node_us: Mapping[Node, float] = field(default_factory=dict)
+    node_us: Mapping[str, float] = field(default_factory=dict)
     call_us: float | None = None
 
 
@@ -186,14 +186,14 @@ def measure_forms(forms: Mapping[str, Call], budget_s: float) -> dict[str, float
 
 def library_times(
     nodes: Sequence[Node], captured: Captured, inputs: Sequence[torch.Tensor], planned: Planned
-) -> dict[Node, float]:
-    """Microseconds of operators run alone as library calls, in the program's layouts."""
+) -> dict[str, float]:
+    """Microseconds of operators run alone as library calls, in the program's layouts, by name."""
     wanted = [n for n in nodes if not is_view(n.call.target)]
     if not wanted:
         return {}
     values = run_eagerly(captured, inputs, planned.plan.layouts)
     with torch.no_grad():
-        return {n: aten.seconds(n, values.tensors, 3) * 1e6 for n in wanted}
+        return {n.name: aten.seconds(n, values.tensors, 3) * 1e6 for n in wanted}
 
 
 _EMPTY_KERNEL = """

@@ -11,11 +11,12 @@ import torch
 
 from onchip.backends.cpp.compiler import Binary, panel_width
 from onchip.backends.cpp.kernel import KernelOptions, KernelSource, emit_kernel
+from onchip.fusion.machine import Machine
 from onchip.fusion.nest import Nest
 from onchip.fusion.refusal import Refusal
 from onchip.fusion.region import Region
 from onchip.fusion.staging import stage
-from onchip.fusion.tiling import Machine, nests_for
+from onchip.fusion.tiling import nests_for
 from onchip.ir.expr import Tensor
 from onchip.planning.derive import derived_tensor, packed
 from onchip.planning.plan import Derived

@@ -19,9 +19,9 @@ from onchip.capture.cleanup import constant_tensors
 from onchip.capture.schema import is_view
 from onchip.errors import CompilerError
 from onchip.fusion.layout import choose_layouts
+from onchip.fusion.machine import Machine
 from onchip.fusion.partition import Partition, Partitioner
 from onchip.fusion.refusal import Refusal, Rule
-from onchip.fusion.tiling import Machine
 from onchip.ir.expr import Tensor
 from onchip.ir.graph import Graph, Node
 from onchip.planning.plan import KernelStep, LibraryStep, Plan, Step

@@ -118,7 +118,7 @@ def poison(x: torch.Tensor) -> None:
 def check(
     run: Callable[[], object], outputs: Sequence[Tensor], got: list[torch.Tensor], values: Values
 ) -> str:
-    """"" if the kernel writes eager's values, else what is wrong."""
+    """ "" if the kernel writes eager's values, else what is wrong."""
     for x in got:
         poison(x)
     status = run()
@@ -132,7 +132,7 @@ def check(
 
 
 def difference(got: torch.Tensor, expected: torch.Tensor) -> str:
-    """"" if the tensors agree to the type's tolerance (NaN and inf at the same places)."""
+    """ "" if the tensors agree to the type's tolerance (NaN and inf at the same places)."""
     if not expected.dtype.is_floating_point:
         same = torch.equal(got, expected)
         return "" if same else f"{int((got != expected).sum())} elements differ"

@@ -19,11 +19,11 @@ from onchip.analysis.work import flops
 from onchip.backends.cpp.compiler import compiler_version, find_compiler, target_macros
 from onchip.capture.schema import is_view
 from onchip.errors import CompilerError
+from onchip.fusion.machine import Machine
 from onchip.fusion.partition import Group, Partitioner
 from onchip.fusion.refusal import Refusal
 from onchip.fusion.region import Region
 from onchip.fusion.signature import numbered
-from onchip.fusion.tiling import Machine
 from onchip.ir.expr import Tensor
 from onchip.planning.candidates import Candidate, Variant, variants, write
 from onchip.planning.tuner import Verdict, load_verdict

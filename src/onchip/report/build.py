@@ -100,13 +100,16 @@ def _rows(
             if not ledger.is_free(node):
                 yield _library_row(node, ledger, folded, node_us, ceilings)
         return
+    own = {n.name: n for n in ledger.graph.nodes}  # planning may have put a copy in a node's place
     for step, _, verdict, binary in compiled.planned.steps_of:
         if not isinstance(step, KernelStep):
-            if not ledger.is_free(step.node):
-                yield _library_row(step.node, ledger, folded, node_us, ceilings)
+            node = own[step.node.name]
+            if not ledger.is_free(node):
+                yield _library_row(node, ledger, folded, node_us, ceilings)
             continue
-        traffic = ledger.kernel(step.nodes)
-        row = _row(step.name, step.nodes, traffic, ledger, folded, ceilings)
+        nodes = tuple(own[n.name] for n in step.nodes)
+        traffic = ledger.kernel(nodes)
+        row = _row(step.name, nodes, traffic, ledger, folded, ceilings)
         choice = next(iter(verdict.times_us), "") if verdict else ""
         if verdict is not None and verdict.times_us:
             choice = min(verdict.times_us, key=verdict.times_us.__getitem__)
@@ -127,12 +130,12 @@ def _library_row(
     node: Node,
     ledger: Ledger,
     folded: Mapping[str, tuple[str, ...]],
-    node_us: Mapping[Node, float],
+    node_us: Mapping[str, float],
     ceilings: Ceilings | None,
 ) -> tuple[KernelRow, Totals]:
     traffic = ledger.operator(node)
     row = _row(node.name, (node,), traffic, ledger, folded, ceilings)
-    return replace(row, choice=node.call.target, measured_us=node_us.get(node)), traffic.totals
+    return replace(row, choice=node.call.target, measured_us=node_us.get(node.name)), traffic.totals
 
 
 def _row(
@@ -198,11 +201,14 @@ def _ledger(compiled: Compiled) -> Iterator[LedgerEntry]:
     if compiled.outcome.form != FUSED:
         return
     ledger = Ledger(compiled.captured.graph)
+    own = {n.name: n for n in ledger.graph.nodes}
     for step, unit, verdict, _ in compiled.planned.steps_of:
         if not isinstance(step, KernelStep):
             continue
         stored = unit.candidates[verdict.index].stored if verdict else frozenset()
-        kept = [t for t, _ in ledger.kernel(step.nodes).on_chip if t not in stored]
+        kept = [
+            t for t, _ in ledger.kernel(own[n.name] for n in step.nodes).on_chip if t not in stored
+        ]
         if halves := [t for t in kept if t.dtype.is_float and t.dtype.size < 4]:
             names = ", ".join(t.name for t in halves)
             text = f"stays in float32 instead of being rounded to {halves[0].dtype.label}"

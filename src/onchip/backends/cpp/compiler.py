@@ -159,7 +159,7 @@ def _compile(arguments: list[str], target: str, optimise: str) -> None:
     command = [find_compiler(), optimise, *FLAGS[1:], *arguments, "-o", target]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        errors = [x for x in done.stderr.splitlines() if "error" in x] or ["no message"]
+        errors = [x for x in done.stderr.splitlines() if "error: " in x] or ["no message"]
         named = next(x for x in arguments if x.endswith((".cpp", ".h")))
         raise CompilerError(f"{command[0]} refused {named}: {errors[0]}")
 

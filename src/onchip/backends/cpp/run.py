@@ -14,11 +14,12 @@ from onchip.backends.cpp.roles import Panels
 from onchip.backends.interpreter import evaluate
 from onchip.backends.scalar_numpy import round_bfloat16
 from onchip.errors import CompilerError
+from onchip.fusion.machine import Machine
 from onchip.fusion.nest import Nest
 from onchip.fusion.refusal import Refusal
 from onchip.fusion.region import Region
 from onchip.fusion.staging import stage
-from onchip.fusion.tiling import Machine, nests_for
+from onchip.fusion.tiling import nests_for
 from onchip.ir.dtype import DType
 from onchip.ir.expr import Tensor
 from onchip.ir.graph import defined_by, reads
@@ -113,9 +114,7 @@ class Job:
         if status & 2:
             raise ZeroDivisionError("integer division by zero")
         by_tensor = {}
-        for t, buffer, result in zip(
-            self.source.outputs, self.buffers, self.results, strict=True
-        ):
+        for t, buffer, result in zip(self.source.outputs, self.buffers, self.results, strict=True):
             by_tensor[t] = _unstored(np.array(result, order="C"), t.dtype)
             result.view(_bits(result.dtype))[...] = int.from_bytes(
                 bytes([POISON]) * result.itemsize, "little"

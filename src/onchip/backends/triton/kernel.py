@@ -59,7 +59,7 @@ def emit_kernel(
 def _unsupported(nest: Nest, tensors: tuple[Tensor, ...], strides) -> Refusal | None:
     for t in tensors:
         if t.dtype not in spelling.TYPES:
-            return Refusal(Rule.UNSUPPORTED_DTYPE, t.name, f"{t.dtype} in Triton")
+            return Refusal(Rule.UNSUPPORTED_DTYPE, t.name, f"{t.dtype.label} in Triton")
         if sum((n - 1) * s for n, s in zip(t.shape, strides[t], strict=True)) >= 2**31:
             return Refusal(
                 Rule.UNSUPPORTED_EXPRESSION, t.name, "its elements need 64-bit addresses"
@@ -69,7 +69,7 @@ def _unsupported(nest: Nest, tensors: tuple[Tensor, ...], strides) -> Refusal | 
             if isinstance(e, Call) and e.dtype is not DType.I64 and not spelling.spells(e.fn):
                 return Refusal(Rule.UNSUPPORTED_EXPRESSION, st.tensor.name, f"the function {e.fn}")
             if e.dtype not in (DType.F32, DType.BOOL, DType.I64):
-                text = f"values of type {e.dtype}"
+                text = f"values of type {e.dtype.label}"
                 return Refusal(Rule.UNSUPPORTED_DTYPE, st.tensor.name, text)
     return None
 

@@ -12,7 +12,7 @@ from onchip.ir.expr import Reduce, mentioned, reduces
 
 def emit_reduction(w: Writer, r: Reduce) -> Tile:
     if r.monoid not in spelling.IDENTITY or not r.dtype.is_float:
-        text = f"{r.monoid} over {r.body.dtype} values"
+        text = f"{r.monoid} over {r.body.dtype.label} values"
         raise CannotExpress(Rule.UNSUPPORTED_EXPRESSION, "", text)
     contraction = as_contraction(r, w.bound_axes())
     if contraction is not None:

@@ -21,12 +21,12 @@ ELEMENTS = 2048  # of a pointwise tile, whole and reduced axes included
 def choose_tile(staged: tuple[Staged, ...], root: Staged) -> tuple[int, ...] | Refusal:
     """Whole axes stay whole. A product's columns get up to COLUMNS, its rows ROWS from the
     innermost outwards, its batches 1; without a product the tile grows to ELEMENTS."""
-    unit = build_nest(staged, root, tuple(1 for _ in root.loops))
-    if isinstance(unit, Refusal):
-        return unit
     whole = whole_axes(staged, root)
     extents = [max(a.extent, 1) for a in root.loops]
     tile = [e if w else 1 for e, w in zip(extents, whole, strict=True)]
+    unit = build_nest(staged, root, tuple(tile))
+    if isinstance(unit, Refusal):
+        return unit
     sides = _sides(unit)
     room = ROWS if any(sides) else _room(staged, tile)
     for d in reversed(range(len(extents))):

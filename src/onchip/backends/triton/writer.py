@@ -307,6 +307,11 @@ class Writer:
                 axes = self.union(x, y)
                 text = f"tl.{fn}({self.onto(x, axes)}, {self.onto(y, axes)})"
                 return Tile(text, axes, max(x.level, y.level))
+            case Call(fn="mul", args=(a, b)):
+                x, y = self.index(a), self.index(b)
+                axes = self.union(x, y)
+                text = f"({self.onto(x, axes)} * {self.onto(y, axes)})"
+                return Tile(text, axes, max(x.level, y.level))
         what = e.fn if isinstance(e, Call) else type(e).__name__.lower()
         raise CannotExpress(
             Rule.UNSUPPORTED_EXPRESSION, "", f"{what} in integer arithmetic or an index"
