@@ -127,6 +127,9 @@ class Writer:
     def bind(self, a: Axis, bound: Bound, kind: int) -> None:
         """kind orders dimensions: 0 rows, 1 reduction axes, 2 columns."""
         self.scopes[-1].bound[a] = bound
+        self.rank(a, kind)
+
+    def rank(self, a: Axis, kind: int) -> None:
         self.ranks.setdefault(a, (kind, len(self.ranks)))
 
     def bind_range(self, a: Axis, origin: Tile, covers: Range, tests: list[str], kind: int) -> None:
@@ -134,6 +137,7 @@ class Writer:
         width is 1); `tests` are what its values must satisfy besides being in the range."""
         width = self.range_widths.get(covers, power_of_two(covers[1]))
         self.widths[a] = width
+        self.rank(a, kind)
         if width > covers[1]:
             end = str(covers[1]) if origin.text == "0" else f"{origin.text} + {covers[1]}"
             tests = [*tests, f"< {end}"]
@@ -218,7 +222,9 @@ class Writer:
         axes = []
         for a in tile.axes:
             reader = names[a]
-            assert isinstance(reader, Axis), "placement keeps only tensors that are read in place"
+            if not isinstance(reader, Axis):
+                text = f"one element of a dimension that tl.dot widened to {self.widths[a]} is read"
+                raise CannotExpress(Rule.CONTRACTION_FORM, e.src.name, text)
             bound = self.bound(reader)
             if bound is None or bound.tile.axes != (reader,):
                 text = "a tile in registers cannot be an operand with several row or K axes"
