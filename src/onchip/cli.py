@@ -57,13 +57,12 @@ def optimize(
     batch: BatchOption = None,
     report: Annotated[Path | None, typer.Option(help="write the report as one HTML page")] = None,
     json_path: JsonOption = None,
-    save: Annotated[Path | None, typer.Option(help="write the compiled program")] = None,
     peers: PeersOption = False,
 ) -> None:
     """Analyse, fuse, verify and measure a model; print the benefit table."""
     from onchip.report.text import renderable
 
-    program, found = _optimized(model, device, dtype, batch, peers)
+    _, found = _optimized(model, device, dtype, batch, peers)
     if json_path == "-":
         typer.echo(found.to_json(), nl=False)
     else:
@@ -72,10 +71,6 @@ def optimize(
             found.to_json(json_path)
     if report is not None:
         found.to_html(report)
-    if save is not None:
-        if not hasattr(program, "save"):
-            raise OnchipError(f"--save {save}: programs can't be stored yet; leave the option out")
-        program.save(save)
 
 
 @app.command()

@@ -91,6 +91,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "conv relu avg3": lambda: pipeline(("relu", "pool"), "avg3", (1, 3, 7, 9), 7),
     "depthwise": lambda: pipeline(("bn", "relu"), shape=(2, 6, 7, 5), channels=6, groups=6),
     "mm bias": lambda: product(1, 29, 3, ""),
+    "mm of empty K": lambda: product(5, 0, 4, "max"),
     "mm bias softmax": lambda: product(37, 70, 41, "softmax"),
     "mm bias row maximum": lambda: product(5, 7, 9, "max"),
     "attention": lambda: attention(19, 23, 16),
@@ -135,13 +136,17 @@ def case(name: str) -> Case:
     return made
 
 
-def run_child(mode: str, folder: Path) -> None:
+def start(mode: str, folder: Path) -> subprocess.Popen[str]:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     environment["TRITON_INTERPRET"] = "1" if mode == "interpret" else "0"
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     command = [sys.executable, "-m", "tests.backends.triton_child", mode, str(folder)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def finish(child: subprocess.Popen[str]) -> None:
+    _, errors = child.communicate()
+    assert child.returncode == 0, errors[-4000:]
 
 
 def write(folder: Path, name: str, c: Case, text: str, broken: bool) -> dict:
@@ -161,8 +166,8 @@ def cases() -> dict[str, Case]:
 
 
 @pytest.fixture(scope="module")
-def folder(cases, tmp_path_factory) -> Path:
-    """All kernels, written down and interpreted."""
+def started(cases, tmp_path_factory):
+    """All kernels, written down; and the processes that interpret and compile them."""
     folder = tmp_path_factory.mktemp("triton")
     jobs = [write(folder, n, c, c.source.text, False) for n, c in cases.items()]
     for name, (base, old, new) in FAULTS.items():
@@ -170,14 +175,23 @@ def folder(cases, tmp_path_factory) -> Path:
         assert old in text, f"the fault {name!r} does not apply to\n{text}"
         jobs.append(write(folder, name, cases[base], text.replace(old, new), True))
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    run_child("interpret", folder)
-    return folder
+    children = {mode: start(mode, folder) for mode in ("interpret", "compile")}
+    yield folder, children
+    for child in children.values():
+        child.kill()
+        child.wait()
 
 
 @pytest.fixture(scope="module")
-def compiled(folder) -> dict:
-    run_child("compile", folder)
-    return json.loads((folder / "compiled.json").read_text())
+def folder(started) -> Path:
+    finish(started[1]["interpret"])
+    return started[0]
+
+
+@pytest.fixture(scope="module")
+def compiled(started) -> dict:
+    finish(started[1]["compile"])
+    return json.loads((started[0] / "compiled.json").read_text())
 
 
 def results(folder: Path, name: str, c: Case) -> list[np.ndarray]:

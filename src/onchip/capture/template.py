@@ -13,14 +13,14 @@ from onchip.capture.containers import Spec
 from onchip.capture.export import Exported, export
 from onchip.errors import CaptureError
 
-Bindings = dict[Any, int]  # sympy symbol -> size
+Bindings = dict[sympy.Symbol, sympy.Integer]  # the size that each symbol stands for
 
 
 def evaluate(x: Any, bindings: Bindings) -> Any:
     """A size as a number. Raises CaptureError if it depends on tensor data."""
     if not isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return x
-    value = sympy.sympify(x.node.expr).xreplace(bindings)
+    value: Any = sympy.sympify(x.node.expr).xreplace(bindings)
     if isinstance(x, torch.SymBool) and value in (sympy.true, sympy.false):
         return bool(value)
     if not value.is_number:

@@ -41,18 +41,18 @@ def channels_last(shape: tuple[int, ...]) -> Strides:
 def choose_layouts(graph: Graph, is_view: Callable[[Node], bool]) -> dict[Tensor, Strides]:
     """Strides (in elements) of all tensors between operators: eager's, but for the channels-last
     ones and the views of them."""
-    out = {t: _eager(t) for t in (*graph.inputs, *graph.constants)}
+    out = {t: captured_strides(t) for t in (*graph.inputs, *graph.constants)}
     spatial = _spatial_tensors(graph)
     fixed = {*graph.inputs, *graph.constants, *graph.output_tensors}
     for n in graph.nodes:
         viewed = is_view(n) and bool(n.inputs)
         for t in n.results:
-            if viewed and out.get(n.inputs[0]) != _eager(n.inputs[0]):
+            if viewed and out.get(n.inputs[0]) != captured_strides(n.inputs[0]):
                 out[t] = _view_strides(t, n.inputs[0], out[n.inputs[0]])
             elif not viewed and t in spatial and t not in fixed and t.shape[1] >= FEWEST_CHANNELS:
                 out[t] = channels_last(t.shape)
             else:
-                out[t] = _eager(t)
+                out[t] = captured_strides(t)
         for t in n.tensors:  # what an operator computes on the way is dense
             out.setdefault(t, contiguous(t.shape))
     return out
@@ -72,9 +72,10 @@ def _view_strides(t: Tensor, base: Tensor, strides: Strides) -> Strides:
     )
 
 
-def _eager(t: Tensor) -> Strides:
+def captured_strides(t: Tensor) -> Strides:
+    """The strides that the tensor has in PyTorch, as capture found them; dense if it found none."""
     found = t.tag.get("strides")
-    return tuple(found) if isinstance(found, (tuple, list)) else contiguous(t.shape)  # type: ignore[arg-type]
+    return tuple(found) if isinstance(found, (tuple, list)) else contiguous(t.shape)
 
 
 def _spatial_tensors(graph: Graph) -> set[Tensor]:

@@ -194,7 +194,7 @@ def arange(
         raise InputError("arange needs a step other than 0")
     whole = all(not isinstance(v, float) for v in numbers)
     chosen = real_dtype(dtype or (DType.I64 if whole else DEFAULT_FLOAT))
-    count = -((start - end) // step) if whole else math.ceil((end - start) / step)
+    count = int(-((start - end) // step)) if whole else math.ceil((end - start) / step)
     if not chosen.is_float:
         first, stride = int(start), int(step)
         return tensor(

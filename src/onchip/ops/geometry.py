@@ -52,8 +52,13 @@ def all_of(conditions: Sequence[Expr]) -> Expr | None:
     """The conjunction of boolean expressions (None for none)."""
     out: Expr | None = None
     for c in conditions:
-        out = c if out is None else Call("logical_and", (out, c), DType.BOOL)
+        out = c if out is None else both(out, c)
     return out
+
+
+def both(a: Expr, b: Expr) -> Expr:
+    """a and b, of boolean expressions."""
+    return Call("logical_and", (a, b), DType.BOOL)
 
 
 def declare_opaque(reason: str, *targets: str) -> None:

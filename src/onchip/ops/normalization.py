@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from onchip.errors import OpaqueOperator
 from onchip.ir.dtype import DType, promote
-from onchip.ir.expr import Expr, Operand, Tensor, call, fold, tensor
+from onchip.ir.expr import Expr, Tensor, call, fold, tensor
 from onchip.ops.geometry import require_float
 from onchip.ops.registry import op
 
@@ -287,8 +287,8 @@ def _inverse_deviation(squares: Tensor, count: float, eps: float) -> Tensor:
 
 
 def _scaled(
-    value: Operand, weight: Tensor | None, bias: Tensor | None, at: tuple[Expr, ...]
-) -> Operand:
+    value: Expr, weight: Tensor | None, bias: Tensor | None, at: tuple[Expr, ...]
+) -> Expr:
     if weight is not None:
         value = value * weight[at]
     return value if bias is None else value + bias[at]

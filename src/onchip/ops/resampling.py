@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TypeGuard
 
 import numpy as np
 
@@ -60,8 +61,9 @@ def _size_and_factors(
     return size, tuple(factors)
 
 
-def _no_factor(f: float | None) -> bool:
-    return f is None or f <= 0
+def _given(f: float | None) -> TypeGuard[float]:
+    """Whether the user gave a factor (ATen takes one that isn't positive for none)."""
+    return f is not None and f > 0
 
 
 # ---- nearest -----------------------------------------------------------------------------------
@@ -69,7 +71,7 @@ def _no_factor(f: float | None) -> bool:
 
 def _nearest_table(size: int, out: int, factor: float | None, exact: bool) -> np.ndarray:
     """Source of each output, with float32 arithmetic as ATen's."""
-    scale = np.float32(1.0 / factor) if not _no_factor(factor) else np.float32(size) / out
+    scale = np.float32(1.0 / factor) if _given(factor) else np.float32(size) / out
     y = np.arange(out, dtype=np.float32)
     position = (y + np.float32(0.5)) * np.float32(scale) if exact else y * np.float32(scale)
     return np.minimum(np.floor(position).astype(np.int64), size - 1)
@@ -85,7 +87,7 @@ def _nearest(
     sources = []
     for n, m, f in zip(space, size, factors, strict=True):
         slopes = [Fraction(n, m)]
-        if not _no_factor(f):
+        if _given(f):
             slopes.append(Fraction(float(np.float32(1.0 / f))))
         sources.append(_along(_nearest_table(n, m, f, exact), slopes))
 
@@ -167,7 +169,7 @@ def _line(size: int, out: int, align_corners: bool, factor: float | None) -> Lin
     if align_corners:
         scale = Fraction(size - 1, out - 1) if out > 1 else Fraction(0)
         return Line(size, out, scale, Fraction(0))
-    if not _no_factor(factor):
+    if _given(factor):
         return Line(size, out, 1 / Fraction(factor).limit_denominator(2**20), Fraction(1, 2))
     return Line(size, out, Fraction(size, out), Fraction(1, 2))
 

@@ -137,7 +137,7 @@ def _positions(space, kernel, top: Tensor, tap) -> Tensor:
         def first_equal(*k: Expr) -> Expr:
             value, position, inside = flat(k)
             equal = compare("eq", value, top[i])
-            found = equal if inside is None else all_of([equal, inside])
+            found = equal if inside is None else both(equal, inside)
             return where(found, position, size)
 
         nan = fold("max", kernel, last_nan)

@@ -111,7 +111,7 @@ def _view(block: torch.Tensor, v: View) -> torch.Tensor:
     return t.set_(block.untyped_storage(), start, v.shape, v.strides)
 
 
-_use_count = getattr(torch._C, "_storage_Use_Count", None)
+_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
 class OutputPool:
@@ -128,12 +128,14 @@ class OutputPool:
         self.shape, self.strides, self.dtype, self.device = shape, strides, dtype, device
         self.extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
         nbytes = self.extent * dtype.itemsize if 0 not in shape else 0
-        self.pooled = _use_count is not None and device.type == "cpu" and nbytes >= self.WORTH
+        pooled = device.type == "cpu" and nbytes >= self.WORTH
+        self.use_count = _use_count if pooled else None
         self.idle_count = 0
         self.kept: deque[torch.UntypedStorage] = deque()
 
     def take(self) -> torch.Tensor:
-        if not self.pooled:
+        use_count = self.use_count
+        if use_count is None:
             return torch.empty_strided(
                 self.shape, self.strides, dtype=self.dtype, device=self.device
             )
@@ -142,10 +144,11 @@ class OutputPool:
                 storage = self.kept.popleft()
             except IndexError:  # another thread took it
                 break
-            if _use_count(storage._cdata) <= self.idle_count:
+            if use_count(storage._cdata) <= self.idle_count:
                 return self._on(storage)
             self._keep(storage)
         storage = self._new_storage()
+        self.idle_count = self.idle_count or use_count(storage._cdata)
         return self._on(storage)
 
     def _new_storage(self) -> torch.UntypedStorage:
@@ -153,8 +156,6 @@ class OutputPool:
         if block.storage_offset():  # set_ below starts at 0: a plain block then
             block = torch.empty_like(block)
         storage = block.untyped_storage()
-        del block
-        self.idle_count = self.idle_count or _use_count(storage._cdata)
         return storage
 
     def _on(self, storage: torch.UntypedStorage) -> torch.Tensor:

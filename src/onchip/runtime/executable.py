@@ -119,7 +119,7 @@ class _Writer:
             return tuple(planned)
         if t in self.memory.written:
             return contiguous_strides(t.shape)
-        return tuple(t.tag.get("strides", contiguous_strides(t.shape)))
+        return captured_strides(t)
 
     # -- the program
 

@@ -60,12 +60,13 @@ class Specialisation:
         inputs = self.inputs(leaves)
         now = self.weights.current()
         exe = self.executable
-        arena = exe.arenas.take() if exe.arenas is not None else None
+        pool = exe.arenas
+        arena = pool.take() if pool is not None else None
         try:
             flat = exe.run(inputs, now.tensors, now.pointers, now.derived_pointers, arena)
         finally:
-            if arena is not None:
-                exe.arenas.give(arena)
+            if pool is not None and arena is not None:
+                pool.give(arena)
         return self.rebuild(flat)
 
     def rebuild(self, flat: list[torch.Tensor]) -> Any:

@@ -109,7 +109,9 @@ def _bind_k(w: Writer, axes: Axes, size: int, width: int, first: str) -> tuple[A
     k = axes[0] if len(axes) == 1 else axis(size, "k")
     w.widths[k] = width
     number = w.define("i", f"{first}tl.arange(0, {width})", (k,), level)
-    exists = w.define("m", f"{number.text} < {size}", (k,), level) if size % width or not size else None
+    w.rank(k, 1)
+    beyond = size % width or not size
+    exists = w.tested(number, [f"< {size}"] if beyond else [])
     w.bind(k, Bound(number, exists), 1)
     step = size
     for n, a in enumerate(axes if len(axes) > 1 else ()):
