@@ -147,7 +147,7 @@ def random(s, x):
 
 
 def another_type(s, x):
-    y = x.half()
+    y = x.half() * 2
     y += torch.full((7,), 0.1)
     return y
 

@@ -174,9 +174,10 @@ def _read_bytes(node: Node) -> dict[Tensor, int]:
         return {t: t.nbytes for t in inputs}
     out: dict[Tensor, int] = {}
     for t in node.tensors:
+        reads = loads(t.body) if t.body is not None else []
         for src, box in demand(t, whole(t)).items():
             if src in inputs:
-                points = sum(_points(ld) for ld in loads(t.body) if ld.src is src)
+                points = sum(_points(ld) for ld in reads if ld.src is src)
                 size = out.get(src, 0) + min(volume(box), points) * src.dtype.size
                 out[src] = min(src.nbytes, size)
     return dict(sorted(out.items(), key=lambda kv: node.inputs.index(kv[0])))

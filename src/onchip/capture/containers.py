@@ -68,9 +68,9 @@ def _parts(obj: Any) -> tuple[str, Any, Sequence[Any]] | None:
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         names = tuple(f.name for f in dataclasses.fields(obj))
         return "fields", names, [getattr(obj, n) for n in names]
-    if kind in (dict, OrderedDict):
+    if isinstance(obj, dict) and kind in (dict, OrderedDict):
         return "mapping", tuple(obj), list(obj.values())
-    if kind is defaultdict:
+    if isinstance(obj, defaultdict) and kind is defaultdict:
         return "mapping", (obj.default_factory, *obj), list(obj.values())
     node = pytree.SUPPORTED_NODES.get(kind)
     if node is not None:

@@ -130,16 +130,18 @@ def _redeclared(layer: Node, call: LibraryCall, like: Tensor) -> Node:
 def _computation(
     parts: tuple[Any, ...], sources: tuple[Tensor, ...], eps: float
 ) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-    where = [None if p is None else sources.index(p) for p in parts]
+    weight, bias, gamma, beta, mean, var = parts  # bias, gamma and beta may be None
 
     def compute(values: list[torch.Tensor]) -> list[torch.Tensor]:
-        w, b, gamma, beta, mean, var = (None if i is None else values[i].double() for i in where)
-        scale = (var + eps).rsqrt()
-        scale = scale if gamma is None else scale * gamma
-        shift = -mean * scale if b is None else (b - mean) * scale
-        shift = shift if beta is None else shift + beta
-        original = values[where[0]]
-        folded = w * scale.reshape(-1, *[1] * (w.dim() - 1))
+        exact = {s: v.double() for s, v in zip(sources, values, strict=True)}
+        scale = (exact[var] + eps).rsqrt()
+        if gamma is not None:
+            scale = scale * exact[gamma]
+        shift = (-exact[mean] if bias is None else exact[bias] - exact[mean]) * scale
+        if beta is not None:
+            shift = shift + exact[beta]
+        original = values[sources.index(weight)]
+        folded = exact[weight] * scale.reshape(-1, *[1] * (original.dim() - 1))
         out = torch.empty_like(original, memory_format=torch.preserve_format)
         return [out.copy_(folded), shift.to(original.dtype)]
 

@@ -292,6 +292,10 @@ def _decomposed(graph: Graph, n: Node) -> Any:
 # ---- everything else -----------------------------------------------------------------------------
 
 
+# PyTorch's own list of them; private to it, so found by name
+_LISTING = "_collect_all_valid_cia_ops"
+
+
 def run_decompositions(program: Any) -> Any:
     """PyTorch's way.
 
@@ -299,14 +303,14 @@ def run_decompositions(program: Any) -> Any:
     0.3 s a call whatever the model; only those that the program contains can matter.
     """
     present = {n.target for n in program.graph.nodes if n.op == "call_function"}
-    collect = getattr(exported_program, "_collect_all_valid_cia_ops", None)
+    collect = getattr(exported_program, _LISTING, None)
     if collect is None:
         return program.run_decompositions({})
-    exported_program._collect_all_valid_cia_ops = lambda: _composite_operators(collect) & present
+    setattr(exported_program, _LISTING, lambda: _composite_operators(collect) & present)
     try:
         return program.run_decompositions({})
     finally:
-        exported_program._collect_all_valid_cia_ops = collect
+        setattr(exported_program, _LISTING, collect)
 
 
 _composites: set[Any] = set()

@@ -101,13 +101,14 @@ def _results(
     for i, t in enumerate(out):
         found = _base(t, inputs, constants, out[:i], results)
         alias, base = (found[:2], found[2]) if found is not None else (None, t)
-        shift = t.storage_offset() * t.itemsize - base.storage_offset() * base.itemsize
+        offset = int(t.storage_offset())
+        shift = offset * t.itemsize - int(base.storage_offset()) * base.itemsize
         shape, strides = tuple(t.shape), tuple(t.stride())
         results.append(
             Result(
                 shape,
                 strides,
-                t.storage_offset(),
+                offset,
                 t.dtype,
                 alias,
                 found is not None and base is t,

@@ -18,7 +18,7 @@ precision is widened by Load, rounded by the store or by an explicit cast).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from onchip.ir.dtype import DType, promote, scalar_dtype
@@ -392,6 +392,6 @@ def rebuild(e: Expr, kids: tuple[Expr, ...]) -> Expr:
 _INDEX_FNS = frozenset(("add", "sub", "mul", "floordiv", "mod"))
 
 
-def substitute(e: Expr, mapping: dict[Axis, Expr]) -> Expr:
+def substitute(e: Expr, mapping: Mapping[Axis, Expr]) -> Expr:
     """Replace axes by expressions."""
     return rewrite(e, lambda x: mapping.get(x) if isinstance(x, Axis) else None)

@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from onchip.errors import OpaqueOperator
 from onchip.ir.dtype import DType
 from onchip.ir.expr import Const, Expr, Operand, Tensor, call, cast, fold, tensor, where
-from onchip.ops.geometry import NEGATIVE_INFINITY, all_of, guarded, per_dimension, require_float
+from onchip.ops.geometry import (
+    NEGATIVE_INFINITY,
+    all_of,
+    both,
+    guarded,
+    per_dimension,
+    require_float,
+)
 from onchip.ops.promotion import compare
 from onchip.ops.registry import op
 

@@ -170,10 +170,8 @@ def runner(
     pointers = [value(t).data_ptr() for t in candidate.inputs]
     pointers += [d.data_ptr() for d in derived]
     pointers += [o.data_ptr() for o in outputs]
-    keep = (derived, outputs)
 
-    def run() -> int:
-        assert keep
+    def run(_alive: object = (derived, outputs)) -> int:  # or the memory could go to others
         return kernel.run(pointers)
 
     return run

@@ -160,10 +160,9 @@ def _tune(
 def _steps(
     unit: Unit, found: tuple[Verdict, Binary | None] | None
 ) -> list[tuple[Step, Unit, Verdict | None, Binary | None]]:
-    if found is None or found[0].kind == "library" or found[1] is None:
-        verdict = found[0] if found else None
+    verdict, binary = found or (None, None)
+    if verdict is None or verdict.kind == "library" or binary is None:
         return [(LibraryStep(n), unit, verdict, None) for n in unit.region.nodes]
-    verdict, binary = found
     c = unit.candidates[verdict.index]
     step = KernelStep(
         unit.region.name,

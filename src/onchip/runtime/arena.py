@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import mmap
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch

@@ -10,6 +10,7 @@ import torch
 
 from onchip.capture import schema
 from onchip.capture.captured import Captured, Result
+from onchip.fusion.layout import captured_strides, contiguous
 from onchip.ir.expr import Tensor
 from onchip.planning.plan import Derived, KernelStep, LibraryStep, Plan
 from onchip.runtime.aliasing import Memory, analyse
@@ -18,14 +19,6 @@ from onchip.runtime.arena import ArenaPool, Buffer, OutputPool, View, plan_offse
 
 def torch_dtype(t: Tensor) -> torch.dtype:
     return getattr(torch, t.dtype.label)
-
-
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, n = [], 1
-    for s in reversed(shape):
-        strides.append(n)
-        n *= max(s, 1)
-    return tuple(reversed(strides))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -118,7 +111,7 @@ class _Writer:
         if planned is not None:
             return tuple(planned)
         if t in self.memory.written:
-            return contiguous_strides(t.shape)
+            return contiguous(t.shape)
         return captured_strides(t)
 
     # -- the program
