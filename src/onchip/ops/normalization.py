@@ -286,9 +286,7 @@ def _inverse_deviation(squares: Tensor, count: float, eps: float) -> Tensor:
     )
 
 
-def _scaled(
-    value: Expr, weight: Tensor | None, bias: Tensor | None, at: tuple[Expr, ...]
-) -> Expr:
+def _scaled(value: Expr, weight: Tensor | None, bias: Tensor | None, at: tuple[Expr, ...]) -> Expr:
     if weight is not None:
         value = value * weight[at]
     return value if bias is None else value + bias[at]

@@ -26,7 +26,7 @@ def derived_tensor(
     """A tensor that depends on constants only, evaluated in float64 and rounded once; dense, or
     with the strides that a kernel asks for."""
     if t in available:
-        return Derived(f"{t.name} laid out", (t,), lambda v: _restrided(v[0].detach(), strides))
+        return Derived(f"{t.name} as {strides}", (t,), lambda v: _restrided(v[0].detach(), strides))
     sources = _sources(t, available)
     dtype = getattr(torch, t.dtype.label)
 
@@ -36,7 +36,7 @@ def derived_tensor(
         dense = torch.from_numpy(np.array(out, copy=True)).to(dtype).contiguous()
         return _restrided(dense, strides)
 
-    return Derived(t.name, sources, compute)
+    return Derived(f"{t.name} as {strides}", sources, compute)
 
 
 def _restrided(x: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:

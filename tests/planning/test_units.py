@@ -1,0 +1,72 @@
+"""Which kernels are written: one set for each kind of region, within the budget."""
+
+import pytest
+import torch
+from torch import nn
+
+from onchip.capture import capture
+from onchip.planning import planner, units
+from onchip.planning.plan import KernelStep
+from onchip.runtime.program import Program
+from onchip.settings import Settings
+
+
+def test_every_kind_gets_one_and_heavy_kinds_more():
+    wishes = {"light": 5, "none": 0, "heavy": 5, "middle": 2}
+    weights = {"light": 1.0, "none": 9.0, "heavy": 50.0, "middle": 21.0}
+    assert units.share_out(wishes, weights, 0) == {"light": 1, "none": 0, "heavy": 1, "middle": 1}
+    found = units.share_out(wishes, weights, 7)
+    assert found == {"light": 1, "none": 0, "heavy": 4, "middle": 2}
+    assert units.share_out(wishes, weights, 99) == wishes
+
+
+class Twins(nn.Module):
+    """Two isomorphic blocks with weights of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Conv2d(16, 16, 3, padding=1) for _ in range(2))
+
+    def forward(self, x):
+        y = self.a(x).relu()
+        return self.b(y).relu()
+
+
+@pytest.fixture
+def written(monkeypatch):
+    seen, original = [], units.write
+
+    def watched(region, *rest):
+        seen.append(region)
+        return original(region, *rest)
+
+    monkeypatch.setattr(units, "write", watched)
+    return seen
+
+
+def test_isomorphic_regions_share_their_kernels(tmp_path, monkeypatch, written):
+    monkeypatch.setenv("ONCHIP_CACHE", str(tmp_path))
+    # the outcome of timing is not the point here: the kernel runs in any case
+    monkeypatch.setattr(planner, "tune", lambda *_: planner.Verdict("kernel", 0))
+    net, x = Twins().eval(), torch.randn(1, 16, 9, 11).to(memory_format=torch.channels_last)
+    captured = capture(net, (x,))
+
+    def run():
+        del written[:]
+        planned = planner.plan(captured, [x], Settings(budget_s=1.0))
+        steps = [s for s in planned.plan.steps if isinstance(s, KernelStep)]
+        program = Program(net, (x,), {}, lambda *_: (captured, planned.plan), Settings())
+        with torch.no_grad():
+            want = net.double()(x.double())
+            net.float()
+            torch.testing.assert_close(program(x).double(), want, rtol=1e-4, atol=1e-5)
+        return steps
+
+    first = run()
+    assert len(first) >= 2
+    kinds = len({id(r) for r in written})
+    assert kinds < len(first), "isomorphic blocks are written once"
+    sources = [t.name for s in first for d in s.derived for t in d.sources]
+    assert {"a.weight", "b.weight"} <= set(sources)
+    run()
+    assert len(written) <= kinds, "a known verdict needs its own kernel only"
