@@ -20,6 +20,11 @@ class Settings:
                       "eager" (with one warning and an entry in program.notes)
     specialisations   how many sets of shapes, strides and states are kept before the least
                       recently used is dropped
+    compiled_at_once  how many sets of shapes, strides and Python values a program compiles at
+                      their first call (for each structure of the arguments and state of the model)
+    eager_calls       a further set runs in eager mode this many times (with an entry in
+                      program.notes) and is compiled then, so that a shape which comes once or
+                      twice costs no compilation; 0: compiled at its first call
     """
 
     numerics: Literal["fast", "eager"] = "fast"
@@ -29,3 +34,5 @@ class Settings:
     threads: int = 0
     uncapturable: Literal["raise", "eager"] = "raise"
     specialisations: int = 64
+    compiled_at_once: int = 3
+    eager_calls: int = 8

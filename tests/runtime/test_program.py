@@ -268,6 +268,33 @@ def test_specialisations_are_bounded():
     assert sum(len(v) for v in c.table.values()) == 3
 
 
+def test_a_further_shape_is_compiled_when_it_has_come_often():
+    m = Fn(lambda s, x: x * 3 + (1 if s.training else 2))
+    settings = Settings(compiled_at_once=2, eager_calls=3)
+    c = compile_library(m, (torch.ones(2, 1),), settings=settings)
+    built = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for rows in (3, 5, 5, 5, 7, 5, 5, 3, 7):
+            x = torch.randn(rows, rows)
+            same(c(x), m(x))
+            built.append(len(c.builds))
+    assert built == [2, 2, 2, 2, 2, 3, 3, 3, 3]
+    assert [n for n in c.notes if "3 times before it is compiled" in n] == c.notes != []
+    m.train(not m.training)  # another state of the model: nothing is compiled for it yet
+    x = torch.randn(5, 5)
+    same(c(x), m(x))
+    assert len(c.builds) == 4
+
+
+def test_every_shape_is_compiled_at_once_if_asked_for():
+    c = compile_library(nn.ReLU(), (torch.ones(1),), settings=Settings(eager_calls=0))
+    for n in range(2, 7):
+        c(torch.ones(n))
+    assert len(c.builds) == 6
+    assert not c.notes
+
+
 # ---- gradients, errors, threads
 
 

@@ -180,7 +180,7 @@ class Measured:
 
 def measure_forms(forms: Mapping[str, Call], budget_s: float) -> dict[str, float]:
     """Median microseconds of each form, interleaved."""
-    found = samples(list(forms.values()), budget_s, least=FIRST_ROUNDS)
+    found = samples(list(forms.values()), budget_s, least=FIRST_ROUNDS, settle=True)
     return {k: statistics.median(t) * 1e6 for k, t in zip(forms, found, strict=True)}
 
 

