@@ -70,3 +70,31 @@ def test_isomorphic_regions_share_their_kernels(tmp_path, monkeypatch, written):
     assert {"a.weight", "b.weight"} <= set(sources)
     run()
     assert len(written) <= kinds, "a known verdict needs its own kernel only"
+
+
+class Addressed(nn.Module):
+    """The same operator twice, once read by memory address: there eager's layout decides, and
+    roll keeps channels-last where tracing says that it does not."""
+
+    def forward(self, x, y):
+        return torch.as_strided(x.relu().roll(1, 0), (3, 7), (5, 2), 1), y.relu().roll(1, 0)
+
+
+def test_what_as_strided_reads_is_left_to_pytorch(tmp_path, monkeypatch):
+    monkeypatch.setenv("ONCHIP_CACHE", str(tmp_path))
+    monkeypatch.setattr(planner, "tune", lambda *_: planner.Verdict("kernel", 0))
+    inputs = [
+        torch.randn(2, 4, 3, 3).to(memory_format=torch.channels_last),
+        torch.randn(2, 4, 3, 3).to(memory_format=torch.channels_last),
+    ]
+    net = Addressed()
+    captured = capture(net, tuple(inputs))
+    planned = planner.plan(captured, inputs, Settings(budget_s=1.0))
+    fused = [n.name for s in planned.plan.steps if isinstance(s, KernelStep) for n in s.nodes]
+    assert fused == ["relu_1", "roll_1"]
+    refused = {d.edge: d.rule for d in planned.decisions if not d.fused}
+    assert refused == {("relu", "roll"): "ADDRESSED", ("roll", "as_strided"): "ADDRESSED"}
+    program = Program(net, tuple(inputs), {}, lambda *_: (captured, planned.plan), Settings())
+    for got, expected in zip(program(*inputs), net(*inputs), strict=True):
+        assert torch.equal(got, expected)
+        assert got.stride() == expected.stride()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from onchip.ir.expr import Axis, Load, Tensor, loads, mentioned
-from onchip.ir.graph import Graph, Node
+from onchip.ir.graph import Graph, Node, addressed
 from onchip.ir.index import linear
 
 Strides = tuple[int, ...]
@@ -44,6 +44,7 @@ def choose_layouts(graph: Graph, is_view: Callable[[Node], bool]) -> dict[Tensor
     out = {t: captured_strides(t) for t in (*graph.inputs, *graph.constants)}
     spatial = _spatial_tensors(graph)
     fixed = {*graph.inputs, *graph.constants, *graph.output_tensors}
+    fixed |= {t for n in addressed(graph) for t in n.results}
     for n in graph.nodes:
         viewed = is_view(n) and bool(n.inputs)
         for t in n.results:

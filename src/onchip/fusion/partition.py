@@ -17,7 +17,7 @@ from onchip.fusion.signature import signature
 from onchip.fusion.staging import stage, unsupported
 from onchip.fusion.tiling import nests_for
 from onchip.ir.expr import Tensor, loads, reduces
-from onchip.ir.graph import Graph, Node
+from onchip.ir.graph import Graph, Node, addressed
 
 Strides = tuple[int, ...]
 
@@ -55,11 +55,12 @@ class Partitioner:
         self.position = {n: i for i, n in enumerate(self.graph.nodes)}
         self.producer = self.graph.producer()
         self.users = self.graph.users()
+        self.addressed = addressed(self.graph)
         for n in self.graph.nodes:
             self.group_of[n] = self._single(n)
 
     def _single(self, n: Node) -> Group:
-        group = Group([n], bool(n.opaque) or not supported(n))
+        group = Group([n], bool(n.opaque) or not supported(n) or n in self.addressed)
         for t in n.tensors:
             for r in reduces(t.body):  # type: ignore[arg-type]
                 if as_contraction(r, t.axes) is None:
@@ -101,8 +102,7 @@ class Partitioner:
         """Why the two groups can't be one kernel; None if they can."""
         for g in (a, b):
             if g.opaque:
-                n = g.nodes[0]
-                return Refusal(Rule.OPAQUE, n.name, n.opaque or unsupported_reason(n))
+                return self.own_refusal(g.nodes[0])
         if a.products + b.products > 1 or (
             a.products + b.products and a.inner_products + b.inner_products
         ):
@@ -119,6 +119,12 @@ class Partitioner:
         if key not in self.memo:
             self.memo[key] = region_refusal(region, self.strides, self.machine)
         return self.memo[key]
+
+    def own_refusal(self, n: Node) -> Refusal:
+        """Why only the library can run this operator."""
+        if n in self.addressed:
+            return Refusal(Rule.ADDRESSED, n.name)
+        return Refusal(Rule.OPAQUE, n.name, unsupported_reason(n))
 
     def _path_between(self, a: Group, b: Group) -> Node | None:
         """A node outside both on a path from a to b (then fusing them would make a cycle)."""

@@ -19,6 +19,10 @@ class Rule(Enum):
     """Every reason there is; the value is (family, the sentence shown to people)."""
 
     OPAQUE = (Family.UNSUPPORTED, "the operator has no expression, so only the library can run it")
+    ADDRESSED = (
+        Family.ILLEGAL,
+        "as_strided reads memory by address, so what it reads must lie exactly as in PyTorch",
+    )
     CYCLE = (
         Family.ILLEGAL,
         "another kernel would have to run between the two: fusing makes a cycle",

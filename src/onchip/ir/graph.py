@@ -128,6 +128,20 @@ class Graph:
         return out
 
 
+def addressed(graph: Graph) -> frozenset[Node]:
+    """Nodes whose results, or what follows from them, as_strided reads by address, and the
+    as_strided nodes: these results must lie in memory exactly as in PyTorch."""
+    producer = graph.producer()
+    found: set[Node] = set()
+    stack = [n for n in graph.nodes if n.op.startswith("as_strided")]
+    while stack:
+        n = stack.pop()
+        if n not in found:
+            found.add(n)
+            stack += [producer[t] for t in n.inputs if t in producer]
+    return frozenset()
+
+
 def reads(t: Tensor) -> list[Tensor]:
     """Tensors that the expression of `t` reads, each once, in order."""
     return list(dict.fromkeys(ld.src for ld in loads(t.body))) if t.body is not None else []

@@ -78,7 +78,9 @@ def find_units(
     for g in groups:
         region = partitioner.region(g.nodes)
         text, tensors = numbered(region, strides, constants)
-        places.append((g, region, _key(text, machine), tensors))
+        # an operator may be the library's for its place in the graph: another kind, then
+        key = _key(f"library only\n{text}" if g.opaque else text, machine)
+        places.append((g, region, key, tensors))
     kinds, known = _kinds(places, strides, machine)
     limits = _limits(kinds, known, [key for _, _, key, _ in places], most)
     written: dict[str, dict[int, Candidate] | Refusal] = {}
@@ -87,7 +89,7 @@ def find_units(
         written[k] = _write(kind, chosen, strides, constants, available)
     units = []
     for g, region, k, tensors in places:
-        found = written.get(k, {})
+        found = partitioner.own_refusal(g.nodes[0]) if g.opaque else written.get(k, {})
         if isinstance(found, Refusal):
             units.append(Unit(g, region, k, {}, found))
         else:
