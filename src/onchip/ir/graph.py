@@ -139,7 +139,7 @@ def addressed(graph: Graph) -> frozenset[Node]:
         if n not in found:
             found.add(n)
             stack += [producer[t] for t in n.inputs if t in producer]
-    return frozenset()
+    return frozenset(found)
 
 
 def reads(t: Tensor) -> list[Tensor]:

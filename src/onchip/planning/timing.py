@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-
 # Threads of an OpenMP or ONNX Runtime pool spin for some milliseconds after their work, and would
 # take a core from another library's function that is timed next.
 SETTLE_S = 0.03
