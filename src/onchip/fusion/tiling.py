@@ -52,18 +52,18 @@ def _nests_of_root(
     staged, root = in_layout_order(staged, root, strides)
     if not any(reduces(s.body) for s in staged):
         staged, root = coalesce(staged, root, strides)
-    found: list[Nest] = []
     first: Refusal | None = None
-    for tile in _tiles(staged, root, machine):
-        nest = build_nest(staged, root, tile)
-        problem = nest if isinstance(nest, Refusal) else over_budget(nest)
-        if problem is None:
-            assert isinstance(nest, Nest)
-            found.append(nest)
-        elif first is None:
-            first = problem
-    if found:
-        return found
+    for choices in _tiles(staged, root, machine):
+        found: list[Nest] = []
+        for tile in choices:
+            nest = build_nest(staged, root, tile)
+            problem = nest if isinstance(nest, Refusal) else over_budget(nest)
+            if problem is None:
+                assert isinstance(nest, Nest)
+                found.append(nest)
+            first = first or problem
+        if found:
+            return found
     assert first is not None
     return first
 
@@ -187,20 +187,29 @@ def _merge(s: Staged, d: int) -> Staged:
 # ---- tile sizes --------------------------------------------------------------------------------
 
 
-def _tiles(staged: tuple[Staged, ...], root: Staged, machine: Machine) -> list[tuple[int, ...]]:
-    """Candidate tiles: axes that some stage does not depend on stay whole; of the others, the
-    outer ones are cut until there is enough parallel work."""
+def _tiles(
+    staged: tuple[Staged, ...], root: Staged, machine: Machine
+) -> list[list[tuple[int, ...]]]:
+    """Tiles worth building; and if none of them is possible, the smallest and the largest. Axes
+    that some stage does not depend on stay whole; of the others, the outer ones are cut until
+    there is enough parallel work."""
     extents = [max(a.extent, 1) for a in root.loops]
     whole = whole_axes(staged, root)
-    has_product = any(_is_product(s) for s in staged)
-    out: list[tuple[int, ...]] = []
-    if has_product:
-        out += product_tiles(staged, root, whole, machine)
+    everything = tuple(extents)
+    smallest = tuple(e if w else 1 for e, w in zip(extents, whole, strict=True))
+    if any(_is_product(s) for s in staged):
+        best = product_tiles(staged, root, whole, machine)
     else:
-        out.append(_pointwise_tile(extents, whole, machine, staged))
-    small = tuple(e if w else 1 for e, w in zip(extents, whole, strict=True))
-    out += [small, tuple(extents)]
-    return list(dict.fromkeys(out))
+        best = [_pointwise_tile(extents, whole, machine, staged)]
+        if prod(extents) * _fold_length(staged) <= 4 * POINTWISE_TILE:
+            best.append(everything)  # too little work to hand out in pieces
+    return [list(dict.fromkeys(best)), [smallest, everything]]
+
+
+def _fold_length(staged: tuple[Staged, ...]) -> int:
+    """Elements that one element of the result folds, at most."""
+    folds = (prod(a.extent for r in reduces(s.body) for a in r.axes) for s in staged)
+    return max(max(folds, default=1), 1)
 
 
 def _is_product(s: Staged) -> bool:
@@ -237,8 +246,7 @@ def _pointwise_tile(
     extents: list[int], whole: list[bool], machine: Machine, staged: tuple[Staged, ...]
 ) -> tuple[int, ...]:
     """Grow the tile from the innermost axis outwards to a few thousand elements."""
-    work = max((prod(a.extent for r in reduces(s.body) for a in r.axes) for s in staged), default=1)
-    target = max(POINTWISE_TILE // max(work, 1), 1)
+    target = max(POINTWISE_TILE // _fold_length(staged), 1)
     total = prod(extents)
     target = max(min(target, ceil(total / (4 * machine.threads))), 1)
     tile = [e if w else 1 for e, w in zip(extents, whole, strict=True)]
