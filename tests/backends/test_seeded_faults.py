@@ -65,7 +65,7 @@ FAULTS = {
         f"{CPP}.loops:_emit_vector", "if stream and ", "if stream or ",
         layouts, "streamed channels last"),
     "columns beyond the first panel": Fault(
-        f"{CPP}.product:_pack_right", "({p} - {n_lo}) * {product.k}l", "0",
+        f"{CPP}.pack:pack_right", "({p} - {n_lo}) * {product.k}l", "0",
         rows, "mm gelu False"),
     "no padding around an inlined value": Fault(
         f"{FUSION}.inline:_at", "if inside is None:", "if True:",
