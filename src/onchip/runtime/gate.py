@@ -1,0 +1,47 @@
+"""Calls of a program side by side, captures alone.
+
+torch.export puts fake tensors into the model while it traces, so nothing may read the model's
+weights at that time: a capture waits for the calls that run and holds back the next ones.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Gate:
+    """`with gate:` around a call, in as many threads as there are; `with gate.alone():` around a
+    capture. A thread may capture within its own call, and call within its own capture."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition(threading.RLock())
+        self._inside = 0
+        self._mine = threading.local()
+
+    def __enter__(self) -> None:
+        with self._condition:
+            self._inside += 1
+        self._mine.depth = getattr(self._mine, "depth", 0) + 1
+
+    def __exit__(self, *_: object) -> None:
+        self._mine.depth -= 1
+        with self._condition:
+            self._inside -= 1
+            if not self._inside:
+                self._condition.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Wait until no other thread is inside, and let none in until the block ends."""
+        own = getattr(self._mine, "depth", 0)
+        with self._condition:
+            self._inside -= own
+            self._condition.notify_all()
+            try:
+                while self._inside:
+                    self._condition.wait()
+                yield
+            finally:
+                self._inside += own
