@@ -34,7 +34,7 @@ lint: $(VENV)/.dev
 # Two threads a process, so that generated kernels run in parallel; waiting ones sleep, since the
 # test processes share the cores.
 test: $(VENV)/.demo lint
-	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS)
+	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 bench: $(VENV)/.demo
 	mkdir -p bench/results

@@ -50,7 +50,8 @@ def measure(device: str = "cpu", refresh: bool = False) -> Ceilings:
     path = _path(device)
     if not refresh and (known := _read(path)) is not None:
         return known
-    found = _measure_cpu() if kind == "cpu" else _measure_gpu(device)
+    with torch.random.fork_rng():  # the user's random numbers go on as if nothing had happened
+        found = _measure_cpu() if kind == "cpu" else _measure_gpu(device)
     _write(path, found)
     return found
 
