@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from onchip.ir.expr import Expr, Tensor, loads, walk
+from onchip.ir.expr import Tensor, loads
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,3 @@ def defined_by(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> tuple[Ten
     for t in outputs:
         visit(t)
     return tuple(order)
-
-
-def expression_nodes(t: Tensor) -> list[Expr]:
-    return list(walk(t.body)) if t.body is not None else []

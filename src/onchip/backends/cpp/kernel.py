@@ -17,6 +17,7 @@ from onchip.backends.cpp.roles import (
     panels_of,
 )
 from onchip.backends.cpp.writer import Buffer, Writer
+from onchip.fusion.layout import contiguous
 from onchip.fusion.nest import Nest, Stage
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.ir.expr import Load, Tensor, loads
@@ -255,14 +256,6 @@ def _scratch_plan(nest: Nest, strides) -> tuple[dict[Tensor, tuple[int, Strides]
         out[st.tensor] = (offset, tuple(inner))
         offset += -(-step * st.tensor.dtype.size // 64) * 64
     return out, offset
-
-
-def contiguous(shape: tuple[int, ...]) -> Strides:
-    out, step = [], 1
-    for n in reversed(shape):
-        out.append(step)
-        step *= max(n, 1)
-    return tuple(reversed(out))
 
 
 def _identifier(t: Tensor) -> str:

@@ -217,8 +217,8 @@ def _accumulate(w: Writer, r: Reduce, v: Axis, name: str, c: str, end: str) -> s
     fill = spelling.identity(r.monoid, r.dtype)
     count = f"{end} - {c}"
     w.line(f"for (int64_t j = 0; j < {count}; ++j) {array}[j] = {fill};")
-    axes = [a for a in reversed(_outer_first(w, r))]
-    for a in reversed(axes):
+    axes = order_axes(w, r)
+    for a in axes:
         k = w.fresh("r")
         w.open(loop_head(k, "0", f"{a.extent}l"), {a: k})
     w.open(SIMD + loop_head(name, c, end), {v: name})
@@ -229,11 +229,3 @@ def _accumulate(w: Writer, r: Reduce, v: Axis, name: str, c: str, end: str) -> s
     for _ in axes:
         w.close()
     return f"{kind}({array}[{name} - {c}])"
-
-
-def _outer_first(w: Writer, r: Reduce) -> list[Axis]:
-    return order_axes(w, r)
-
-
-def reads_of(stage: Stage) -> list[Tensor]:
-    return list(dict.fromkeys(ld.src for ld in loads(stage.staged.body)))

@@ -12,7 +12,6 @@ from onchip.ir.expr import (
     Call,
     Const,
     Expr,
-    Load,
     Reduce,
     children,
     loads,
@@ -195,7 +194,3 @@ def lane_reductions(body: Expr, v: Axis) -> list[Reduce]:
 
     visit(body, frozenset())
     return out
-
-
-def has_load(e: Expr) -> bool:
-    return bool(loads(e)) or isinstance(e, Load)
