@@ -184,7 +184,7 @@ def _settle(
     """Which form ships. A model that changes its own attributes runs eagerly in any case."""
     if captured.python_state:
         return Outcome(EAGER, {}, "forward() changes Python attributes of the model")
-    form = FUSED if assess.has_kernels(planned.plan) else LIBRARY
+    form = FUSED if assess.fuses(planned.plan) else LIBRARY
     a, k = assess.copied(args, kwargs)
 
     def trial(p: Plan) -> Callable[[], object]:

@@ -13,6 +13,8 @@ class Settings:
     numerics          "fast": intermediates stay in float32 on chip; "eager": every rounding point
                       of eager is reproduced
     fold_batch_norm   multiply an inference batch norm into the convolution before it
+    winograd          3-tap convolutions may be computed with fewer products (fusion/winograd.py),
+                      where that is measured faster; never with numerics="eager"
     fuel              apply only the first `fuel` fusions (for bisecting); None: all
     budget_s          seconds that searching and measuring may take for one specialisation
     threads           CPU threads of generated kernels; 0: as many as PyTorch uses
@@ -29,6 +31,7 @@ class Settings:
 
     numerics: Literal["fast", "eager"] = "fast"
     fold_batch_norm: bool = True
+    winograd: bool = True
     fuel: int | None = None
     budget_s: float = 60.0
     threads: int = 0

@@ -8,7 +8,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from onchip.analysis.kind import Kind, contraction
-from onchip.analysis.traffic import Ledger, account
+from onchip.analysis.traffic import Ledger, account, viewable
 from onchip.capture import capture
 
 
@@ -79,3 +79,48 @@ def test_unfused_accesses_are_a_read_and_a_write_an_operator(case):
     assert total.accesses == 2 * len(work)
     assert ledger.kernel(graph.nodes).accesses == 2
     assert total.flops == sum(ledger.flops(n) for n in graph.nodes)
+
+
+BASES = [
+    torch.empty(2, 3, 4),
+    torch.empty(6, 1, 4).transpose(0, 2),
+    torch.empty(4, 3, 2).permute(2, 1, 0),
+    torch.empty(2, 6, 4)[:, ::2],
+    torch.empty(2, 1, 4).expand(2, 3, 4),
+    torch.empty(1, 1).expand(4, 6),
+    torch.empty(2, 2, 3, 2).to(memory_format=torch.channels_last),
+    torch.empty(5, 6, 7)[1:3, 1:4, 2:6],
+    torch.empty(24)[3:7:2],
+    torch.empty(()),
+    torch.empty(3, 0, 2).transpose(0, 2),
+]
+SHAPES = [(24,), (4, 6), (6, 4), (2, 12), (2, 3, 4), (2, 3, 2, 2), (1, 24, 1), (3, 8), (8, 3), (2,),
+          (1, 1), (0,), (2, 0), (4, 2, 3), (2, 2, 6)]  # fmt: skip
+
+
+def test_what_can_be_a_view_is_what_torch_says():
+    found = []
+    for t in BASES:
+        for shape in SHAPES:
+            if torch.Size(shape).numel() != t.numel():
+                continue
+            try:
+                t.view(shape)
+                expected = True
+            except RuntimeError:
+                expected = False
+            assert viewable(tuple(t.shape), t.stride(), shape) is expected, (t.stride(), shape)
+            found.append(expected)
+    assert {True, False} <= set(found)
+    assert len(found) > 60
+
+
+def test_a_reshape_of_another_layout_is_a_launch_that_reads_and_writes():
+    graph = capture(nn.Flatten(), (torch.randn(2, 3, 4, 5),)).graph
+    (node,) = graph.nodes
+    assert account(graph).launches == 0
+    moved = Ledger(graph, {graph.inputs[0]: (60, 1, 15, 3)})
+    own = moved.operator(node)
+    assert (own.launches, own.accesses, own.dram_bytes) == (1, 2, 2 * 120 * 4)
+    kept = Ledger(graph, {graph.inputs[0]: (200, 20, 5, 1)})  # still one run behind the batch
+    assert kept.operator(node).launches == 0

@@ -138,3 +138,32 @@ def test_processes_may_build_the_parts_at_once(cache):
         compiler.prebuilt("-O1").folder.name
     ]
     check(compiler.build(source(4), "-O1"), 4)
+
+
+def test_fifty_loops_over_short_rows_stay_small():
+    """Rows of eight vectors are not unrolled: the code would be five times as long."""
+    loop = """
+    for (int64_t i = 0; i < 64; ++i) {
+        #pragma omp simd
+        for (int64_t j = 0; j < 64; ++j)
+            y[i * 64 + j] = onchip::sin(x[i * 64 + j]) + x[i * 64 + j] * %d.5f;
+    }"""
+    body = "\n".join(loop % n for n in range(50))
+    source = (
+        '#include "onchip/kernel.h"\nextern "C" int kernel(void** p) {\n'
+        f"const float* x = (const float*)p[0]; float* y = (float*)p[1];\n{body}\nreturn 0; }}\n"
+    )
+    assert 0 < compiler.build(source).code_bytes < 60_000
+
+
+def test_a_kernel_is_linked_with_whatever_linker_there_is(monkeypatch, tmp_path):
+    monkeypatch.setenv("ONCHIP_CACHE", str(tmp_path))
+    compiler_linkers = compiler.LINKERS
+    for linkers in ((), ("no-such-linker",), compiler_linkers):
+        monkeypatch.setattr(compiler, "LINKERS", linkers)
+        compiler.linker_flags.cache_clear()
+        if linkers != compiler_linkers:
+            assert compiler.linker_flags() == ()
+        source = f'extern "C" int kernel(void**) {{ return {len(linkers)}; }}\n'
+        assert compiler.build(source).function(None) == len(linkers)
+    compiler.linker_flags.cache_clear()

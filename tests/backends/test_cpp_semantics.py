@@ -37,11 +37,37 @@ def special(dtype: DType = DType.F32) -> Tensor:
     return value(SPECIAL.shape, dtype, like=SPECIAL)
 
 
-def wide_special(seed: int, n: int = 101) -> Tensor:
+def _wide(seed: int, n: int = 101) -> np.ndarray:
     """More than a vector's worth, so that both vector loops and their tails see a NaN."""
     x = np.random.default_rng(seed).normal(size=(3, n))
     x[0, 17], x[1, n - 1], x[2, 3] = NAN, NAN, INF
-    return value(x.shape, like=x)
+    return x
+
+
+def wide_special(seed: int) -> Tensor:
+    return value((3, 101), like=_wide(seed))
+
+
+def wide_double() -> Tensor:
+    return value((3, 101), DType.F64, like=_wide(4))
+
+
+def wide_integers() -> Tensor:
+    """All below zero, and all above: a start value of 0 would show."""
+    x = np.random.default_rng(5).integers(1, 100, (2, 101)) * np.array([[-1], [1]])
+    return value(x.shape, DType.I32, like=x)
+
+
+def wide_bools() -> Tensor:
+    """Only the last one differs."""
+    x = np.zeros((2, 101), bool)
+    x[0, 100], x[1, :100] = True, True
+    return value(x.shape, DType.BOOL, like=x)
+
+
+def tall_special() -> Tensor:
+    """So many rows that each column has an accumulator of its own."""
+    return value((101, 3), like=_wide(6).T)
 
 
 for d in (DType.F32, DType.F64):
@@ -70,6 +96,11 @@ for name in ("amax", "amin", "argmax", "argmin"):
                 [op(name, wide_special(3), dim if "arg" in name else [dim])]
             ),
         )
+for name in ("amax", "amin"):
+    add(f"wide {name} in double", lambda name=name: program([op(name, wide_double(), [1])]))
+    add(f"wide {name} of integers", lambda name=name: program([op(name, wide_integers(), [1])]))
+    add(f"wide {name} of bools", lambda name=name: program([op(name, wide_bools(), [1])]))
+    add(f"tall {name}", lambda name=name: program([op(name, tall_special(), [0])]))
 
 
 @PROGRAMS.add

@@ -110,14 +110,6 @@ def source() -> str:
         loop(symbol("cast", src, dst), dst, [src], f"onchip::cast<{dst}>(a)")
         for src, dst in CAST_PAIRS
     ]
-    for fold, t in (("max", "float"), ("min", "float"), ("max", "int32_t"), ("min", "int32_t")):
-        op = f"onchip::nan_{fold}" if t == "float" else fold
-        parts.append(
-            f'extern "C" void {symbol("fold" + fold, t)}(long n, {t}* o, const {t}* p) {{\n'
-            f"{t} acc = onchip::{fold}_identity<{t}>();\n"
-            f"#pragma omp simd reduction({op} : acc)\n"
-            f"for (long i = 0; i < n; ++i) acc = onchip::{fold}imum(acc, p[i]);\n*o = acc; }}\n"
-        )
     return "".join(parts)
 
 
@@ -372,25 +364,6 @@ def test_every_half_round_trips(lib, half):
     numbers = ~x.isnan()
     assert torch.equal(back.view(torch.int16)[numbers], x.view(torch.int16)[numbers])
     assert bool(back[~numbers].isnan().all())
-
-
-def fold(lib, name: str, x: torch.Tensor) -> torch.Tensor:
-    out = torch.empty(1, dtype=x.dtype)
-    pointers = (ctypes.c_void_p(out.data_ptr()), ctypes.c_void_p(x.data_ptr()))
-    getattr(lib, name)(ctypes.c_long(x.numel()), *pointers)
-    return out
-
-
-def test_folds_propagate_nan(lib):
-    x = torch.randn(1000)
-    ints = torch.tensor([3, -8, 5], dtype=torch.int32)
-    for name in ("max", "min"):
-        assert fold(lib, f"fold{name}_float", x).item() == getattr(x, name)().item()
-        assert fold(lib, f"fold{name}_int32_t", ints).item() == getattr(ints, name)().item()
-        for at in (0, 1, 500, 999):
-            y = x.clone()
-            y[at] = float("nan")
-            assert fold(lib, f"fold{name}_float", y).isnan().all()
 
 
 def test_hot_functions_vectorise(tmp_path):

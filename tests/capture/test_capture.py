@@ -5,42 +5,12 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.modules import Fn, interpret, targets
 from torch import nn
 
-from onchip.capture import Templates, capture, schema
+from onchip.capture import Templates, capture
 from onchip.errors import CaptureError, InternalError
 from onchip.ops.registry import OPERATORS
-
-
-class Fn(nn.Module):
-    def __init__(self, f, **parts):
-        super().__init__()
-        for name, v in parts.items():
-            if isinstance(v, torch.Tensor) and not isinstance(v, nn.Parameter):
-                self.register_buffer(name, v)
-            else:
-                setattr(self, name, v)
-        self.f = f
-
-    def forward(self, *a):
-        return self.f(self, *a)
-
-
-def interpret(captured, inputs):
-    """Run a captured graph with ATen; the flat outputs."""
-    values = dict(zip(captured.graph.inputs, inputs, strict=True))
-    values |= {t: s.fetch() for t, s in captured.slots.items()}
-    for p in captured.prepare:
-        values.update(zip(p.outputs, p.compute([values[s] for s in p.sources]), strict=True))
-    with torch.no_grad():
-        for n in captured.graph.nodes:
-            got = schema.call(n.call, values)
-            values.update((t, x) for t, x in zip(n.outputs, got, strict=True) if t is not None)
-    return [values[t] for t in captured.graph.outputs]
-
-
-def targets(captured):
-    return [n.call.target for n in captured.graph.nodes]
 
 
 class Net(nn.Module):

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from onchip.capture import capture, fold_batch_norm
+from onchip.capture.fold import _scaled
 
 from .test_capture import Fn, interpret, targets
 
@@ -114,3 +115,15 @@ def test_half_precision_is_rounded_once():
     got = interpret(c, [x])[0]
     assert got.dtype is torch.bfloat16
     assert (got - exact).norm() / exact.norm() < 1e-2
+
+
+@pytest.mark.parametrize("shape", [(70, 33, 5, 5), (3, 40000), (1, 1), (5, 0)])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_weights_are_scaled_block_by_block_and_rounded_once(shape, channels_last):
+    weight, scale = torch.randn(shape), torch.randn(shape[0], dtype=torch.float64)
+    if channels_last and len(shape) == 4:
+        weight = weight.to(memory_format=torch.channels_last)
+    exact = weight.numpy().astype("f8") * scale.numpy().reshape(-1, *[1] * (len(shape) - 1))
+    got = _scaled(weight, scale)
+    assert got.stride() == weight.stride()
+    assert torch.equal(got, torch.from_numpy(exact.astype("f4")))

@@ -7,7 +7,7 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.capture.test_capture import Fn, interpret, targets
+from tests.modules import Fn, interpret, targets
 from torch import nn
 
 from onchip.capture import capture, schema

@@ -43,7 +43,7 @@ def pipeline(
     x = value(shape)
     w = value((channels, shape[1] // groups, kernel, kernel), seed=1)
     b = value((channels,), seed=2, low=-90 if negative else -3, high=-80 if negative else 3)
-    constants = [w, b]
+    constants, residual = [w, b], []
     t = op("conv2d", x, w, b, stride, padding, 1, groups)
     for step in order:
         if step == "relu":
@@ -53,10 +53,11 @@ def pipeline(
         elif step == "pool":
             t = POOLS[pool](t)
         elif step == "add":
-            t = op("add.Tensor", t, value(t.shape, seed=7))
+            residual.append(value(t.shape, seed=7))
+            t = op("add.Tensor", t, residual[-1])
         else:
             t = op(step, t)
-    strides = {x: channels_last(x.shape), t: channels_last(t.shape)} if last else {}
+    strides = {y: channels_last(y.shape) for y in (x, t, *residual)} if last else {}
     return program([t], constants, strides=strides, tolerance=1e-4)
 
 
@@ -84,12 +85,22 @@ add("grouped", ("relu", "pool"), "max3", (2, 6, 9, 9), 8, groups=2)
 add("one channel out", ("relu",), "max2", (2, 3, 9, 9), 1)
 add("one channel in", ("relu",), "max2", (2, 1, 9, 9), 7)
 add("one pixel", ("bn", "relu"), "max2", (2, 5, 1, 1), 7)
+add("large", ("add", "relu"), "", (1, 16, 65, 64), 40, 1, padding=0, last=True)
+add("large, three taps", ("add", "relu"), "", (1, 16, 65, 64), 40, last=True)
 add("empty batch", ("relu", "pool"), "max2", (0, 5, 9, 9), 7)
 
 
 @pytest.mark.parametrize("name", PROGRAMS.names())
 def test_pipeline_is_one_right_kernel(name: str) -> None:
     PROGRAMS.check(name)
+
+
+def test_large_results_and_residuals_are_fetched_ahead() -> None:
+    for job in PROGRAMS.check("large"):
+        assert job.source.text.count("__builtin_prefetch(&out0[") == 1
+        assert job.source.text.count("__builtin_prefetch(&in") == 1
+    for job in PROGRAMS.check("bn-add-relu channels-last"):
+        assert "__builtin_prefetch" not in job.source.text
 
 
 def test_a_pool_of_negative_values_is_not_padded_with_zeros() -> None:

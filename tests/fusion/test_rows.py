@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from tests.fusion.harness import Program, Programs, op, program, value
 
 from onchip.ir.dtype import DType
+from onchip.ir.expr import Tensor
 
 # Unoptimised: these are many kernels, and the main loop of each product is a template.
 PROGRAMS = Programs("-O0")
@@ -45,6 +47,32 @@ for s in SHAPES:
 for d in (DType.F64, DType.F16, DType.BF16):
     add(f"softmax {d}", lambda d=d: softmax((4, 37), dtype=d))
     add(f"layer norm {d}", lambda d=d: layer_norm((4, 37), d))
+
+
+LONG = 70001  # a row that is cut into chunks, with elements that no chunk covers
+
+
+def long_rows(dtype: DType = DType.F32) -> Tensor:
+    """Maxima that differ between the chunks; a chunk that is masked, and a row that is."""
+    x = np.linspace(-40, 5, LONG) + np.random.default_rng(3).normal(size=(3, LONG))
+    x[0, 20000:60000] = x[2] = -np.inf
+    return value(x.shape, dtype, like=x)
+
+
+for d in (DType.F32, DType.F64, DType.BF16):
+    add(f"long softmax {d}", lambda d=d: program([op("softmax.int", long_rows(d), -1)]))
+    add(f"long layer norm {d}", lambda d=d: layer_norm((2, LONG), d))
+add("long log softmax", lambda: program([op("log_softmax.int", long_rows(), -1)]))
+add("long safe softmax", lambda: program([op("_safe_softmax", long_rows(), -1)]))
+
+
+@PROGRAMS.add
+def sum_of_a_part() -> Program:
+    """The first to read exp(x) reads a part of each row; the second reads all of it."""
+    x = value((3, 140))
+    e = op("exp", op("sub.Tensor", x, op("amax", x, [1], True)))
+    part = op("slice.Tensor", e, 1, 0, 70)
+    return program([op("mul.Tensor", e, op("sum.dim_IntList", part, [1], True))])
 
 
 @PROGRAMS.add

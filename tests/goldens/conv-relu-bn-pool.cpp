@@ -52,7 +52,7 @@ extern "C" int kernel(void** pointers) {
               int64_t m23 = m20;
               for (int64_t i15 = 0; i15 < mcount; ++i15) {
                 float* const line = to + i15 * ld;
-                const int64_t v40 = -528l + m23 * 16384l + m22 * 512l + m21 * 16l;
+                const int64_t v40 = m23 * 16384l + m22 * 512l + m21 * 16l;
                 if (k0 == 0 && kc == 144l) {
                   for (int64_t k24 = 0; k24 < 3l; ++k24) {
                     const int64_t v29 = (m22 + k24);
@@ -71,7 +71,7 @@ extern "C" int kernel(void** pointers) {
                       const int64_t v42 = v41 + k25 * 16l;
                       {
                         const int64_t c27 = 0l, end28 = 16l;
-                        const float* v43 = v39 ? in0 + (v42 + c27) : padding0;
+                        const float* v43 = v39 ? in0 + (v42 + c27 + -528l) : padding0;
                         #pragma omp simd
                         for (int64_t k26 = c27; k26 < end28; ++k26) {
                           const float v44 = v43[k26 - c27];
@@ -102,7 +102,7 @@ extern "C" int kernel(void** pointers) {
                     const int64_t v65 = v40 + k50 * 512l + k48 * 16l;
                     {
                       const int64_t c52 = first46, end53 = first46 + run47;
-                      const float* v66 = v64 ? in0 + (v65 + c52) : padding0;
+                      const float* v66 = v64 ? in0 + (v65 + c52 + -528l) : padding0;
                       #pragma omp simd
                       for (int64_t k51 = c52; k51 < end53; ++k51) {
                         const float v67 = v66[k51 - c52];
@@ -131,7 +131,7 @@ extern "C" int kernel(void** pointers) {
                   const int64_t n79 = n + j70;
                   const float v80 = in2[n79];
                   const float v81 = (tile[i69 * ld + j70] + v80);
-                  const float v82 = float(onchip::maximum(v81, 0.0f));
+                  const float v82 = float(onchip::at_least(v81, 0.0f));
                   const float v83 = in3[n79];
                   const float v84 = in4[n79];
                   const float v85 = (v84 + 1e-05f);
@@ -153,37 +153,25 @@ extern "C" int kernel(void** pointers) {
             onchip::contract(rows13, 32l, 144l, 0l, 32l, panels0, rows13_blocking, onchip::packed_rows(left14), epilogue68, work8);
           }
         }
-        const int64_t v106 = 1l + t5 * -64l;
-        const int64_t v112 = 32l + t5 * -64l;
-        const int64_t v118 = 33l + t5 * -64l;
         {
           for (int64_t i98 = 0l; i98 < 1l; ++i98) {
             const int64_t v102 = v94 + i98 * 16384l;
-            const int64_t v107 = v106 + i98 * 16384l;
-            const int64_t v113 = v112 + i98 * 16384l;
-            const int64_t v119 = v118 + i98 * 16384l;
-            const int64_t v124 = i98 * 8192l;
+            const int64_t v112 = i98 * 8192l;
             for (int64_t i99 = v96; i99 < v97; ++i99) {
               const int64_t v103 = v102 + i99 * 64l;
-              const int64_t v108 = v107 + i99 * 64l;
-              const int64_t v114 = v113 + i99 * 64l;
-              const int64_t v120 = v119 + i99 * 64l;
-              const int64_t v125 = v124 + i99 * 512l;
+              const int64_t v113 = v112 + i99 * 512l;
               for (int64_t i100 = 0l; i100 < 16l; ++i100) {
                 const int64_t v104 = v103 + i100 * 2l;
-                const int64_t v109 = v108 + i100 * 2l;
-                const int64_t v115 = v114 + i100 * 2l;
-                const int64_t v121 = v120 + i100 * 2l;
-                const int64_t v126 = v125 + i100 * 32l;
+                const int64_t v114 = v113 + i100 * 32l;
                 for (int64_t i101 = 0l; i101 < 32l; ++i101) {
                   const float v105 = tile_batch_norm_1[v104 + i101 * 512l];
-                  const float v110 = tile_batch_norm_1[v109 + i101 * 512l];
-                  const float v111 = float(onchip::maximum(v105, v110));
-                  const float v116 = tile_batch_norm_1[v115 + i101 * 512l];
-                  const float v117 = float(onchip::maximum(v111, v116));
-                  const float v122 = tile_batch_norm_1[v121 + i101 * 512l];
-                  const float v123 = float(onchip::maximum(v117, v122));
-                  out0[v126 + i101] = float(v123);
+                  const float v106 = tile_batch_norm_1[v104 + i101 * 512l + 1l];
+                  const float v107 = float(onchip::maximum(v105, v106));
+                  const float v108 = tile_batch_norm_1[v104 + i101 * 512l + 32l];
+                  const float v109 = float(onchip::maximum(v107, v108));
+                  const float v110 = tile_batch_norm_1[v104 + i101 * 512l + 33l];
+                  const float v111 = float(onchip::maximum(v109, v110));
+                  out0[v114 + i101] = float(v111);
                 }
               }
             }

@@ -8,75 +8,71 @@ extern "C" int kernel(void** pointers) {
   int status = 0;
   #pragma omp parallel reduction(|:status)
    {
-    char* const scratch = onchip::thread_scratch(128l);
+    char* const scratch = onchip::thread_scratch(4160l);
     float* const tile_top_1 = (float*)(scratch + 0);
-    float* const tile_total_2 = (float*)(scratch + 64);
+    float* const tile_weights_2 = (float*)(scratch + 64);
+    float* const tile_inverse_3 = (float*)(scratch + 4096);
     #pragma omp for schedule(dynamic) nowait
-    for (int64_t tile3 = 0; tile3 < 64l; ++tile3) {
-      const int64_t t4 = 0;
-      const int64_t t5 = tile3 % 64l * 1l;
-      const int64_t q6 = tile3 / 64l;
-      const int64_t v7 = onchip::most(t5, 0l);
-      const int64_t v8 = onchip::least(t5 + 1l, 64l);
+    for (int64_t tile4 = 0; tile4 < 64l; ++tile4) {
+      const int64_t t5 = 0;
+      const int64_t t6 = tile4 % 64l * 1l;
+      const int64_t q7 = tile4 / 64l;
+      const int64_t v8 = onchip::most(t6, 0l);
+      const int64_t v9 = onchip::least(t6 + 1l, 64l);
       {
-        const int64_t v18 = t5 * -1l;
+        const int64_t v16 = t6 * -1l;
         {
-          for (int64_t i9 = v7; i9 < v8; ++i9) {
-            float total10 = float(-INFINITY);
-            float lane11[32];
-            for (int j13 = 0; j13 < 32; ++j13) lane11[j13] = float(-INFINITY);
-            const int64_t v14 = i9 * 1000l;
-            for (int64_t r12b = 0; r12b < 992l; r12b += 32) {
-              #pragma omp simd
-              for (int64_t j13 = 0; j13 < 32; ++j13) {
-                const int64_t r12 = r12b + j13;
-                const float v15 = in0[v14 + r12];
-                lane11[j13] = onchip::maximum(lane11[j13], v15);
-              }
+          for (int64_t i10 = v8; i10 < v9; ++i10) {
+            float total11 = float(-INFINITY);
+            int32_t total11_nan = 0;
+            const int64_t v13 = i10 * 1000l;
+            #pragma omp simd reduction(max:total11) reduction(|:total11_nan)
+            for (int64_t r12 = 0; r12 < 1000l; ++r12) {
+              const float v14 = in0[v13 + r12];
+              total11 = v14 > total11 ? v14 : total11;
+              total11_nan |= v14 != v14 ? -1 : 0;
             }
-            for (int j13 = 0; j13 < 32; ++j13) total10 = onchip::maximum(total10, lane11[j13]);
-            for (int64_t r16 = 992l; r16 < 1000l; ++r16) {
-              const float v17 = in0[v14 + r16];
-              total10 = onchip::maximum(total10, v17);
-            }
-            tile_top_1[v18 + i9] = float(total10);
+            const float v15 = total11_nan ? float(NAN) : total11;
+            tile_top_1[v16 + i10] = float(v15);
           }
         }
+        const int64_t v26 = t6 * -1000l;
         {
-          for (int64_t i19 = v7; i19 < v8; ++i19) {
-            double total20 = 0.0f;
-            const int64_t v23 = i19 * 1000l;
-            const float v25 = tile_top_1[v18 + i19];
+          for (int64_t i17 = v8; i17 < v9; ++i17) {
+            double total18 = 0.0f;
+            const int64_t v21 = i17 * 1000l;
+            const float v23 = tile_top_1[v16 + i17];
+            const int64_t v27 = v26 + i17 * 1000l;
             {
-              float part21 = 0.0f;
-              const int64_t part21_end = 1000l;
-              #pragma omp simd reduction(+:part21)
-              for (int64_t r22 = 0; r22 < part21_end; ++r22) {
-                const float v24 = in0[v23 + r22];
-                const float v26 = (v24 - v25);
-                const float v27 = float(onchip::exp(v26));
-                part21 = part21 + v27;
+              float part19 = 0.0f;
+              const int64_t part19_end = 1000l;
+              #pragma omp simd reduction(+:part19)
+              for (int64_t r20 = 0; r20 < part19_end; ++r20) {
+                const float v22 = in0[v21 + r20];
+                const float v24 = (v22 - v23);
+                const float v25 = float(onchip::exp(v24));
+                tile_weights_2[v27 + r20] = v25;
+                part19 = part19 + v25;
               }
-              total20 = total20 + part21;
+              total18 = total18 + part19;
             }
-            const float v28 = float(total20);
-            tile_total_2[v18 + i19] = float(v28);
+            const float v28 = float(total18);
+            const float v29 = (1.0f / v28);
+            tile_inverse_3[v16 + i17] = float(v29);
           }
         }
         {
-          for (int64_t i29 = v7; i29 < v8; ++i29) {
-            const int64_t v33 = i29 * 1000l;
-            const float v35 = tile_top_1[v18 + i29];
-            const float v38 = tile_total_2[v18 + i29];
-            for (int64_t c30 = 0l; c30 < 1000l; c30 += 512l) {
-              const int64_t end31 = onchip::least(c30 + 512l, 1000l);
+          for (int64_t i30 = v8; i30 < v9; ++i30) {
+            const int64_t v34 = v26 + i30 * 1000l;
+            const float v36 = tile_inverse_3[v16 + i30];
+            const int64_t v38 = i30 * 1000l;
+            for (int64_t c31 = 0l; c31 < 1000l; c31 += 512l) {
+              const int64_t end32 = onchip::least(c31 + 512l, 1000l);
               #pragma omp simd
-              for (int64_t v32 = c30; v32 < end31; ++v32) {
-                const float v34 = in0[v33 + v32];
-                const float v36 = (v34 - v35);
-                const float v37 = float(onchip::exp(v36));
-                const float v39 = (v37 / v38);
-                out0[v33 + v32] = float(v39);
+              for (int64_t v33 = c31; v33 < end32; ++v33) {
+                const float v35 = tile_weights_2[v34 + v33];
+                const float v37 = (v35 * v36);
+                out0[v38 + v33] = float(v37);
               }
             }
           }

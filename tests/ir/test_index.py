@@ -104,6 +104,24 @@ def test_division_and_remainder_recombine() -> None:
         assert value(whole, at) == at[x]
 
 
+def test_nested_divisions_recombine() -> None:
+    """Three dimensions walked by one index, whose middle one was divided in two steps; a quotient
+    of something else stays."""
+    c, i = axis(7), axis(300)
+    whole = c * 300 + i
+    y = Call("floordiv", (whole, Const(5, DType.I64)), DType.I64)
+    upper = Call("floordiv", (whole, Const(20, DType.I64)), DType.I64)
+    middle = Call("mod", (y, Const(4, DType.I64)), DType.I64)
+    lower = Call("mod", (whole, Const(5, DType.I64)), DType.I64)
+    form = linear(simplify(upper * 20 + middle * 5 + lower))
+    assert {(a, k) for a, k in form.terms} == {(c, 300), (i, 1)}
+    assert form.constant == 0
+    other = Call("floordiv", (whole + 1, Const(20, DType.I64)), DType.I64)
+    kept = other * 20 + middle * 5
+    for at in ({c: n // 300, i: n % 300} for n in range(2100)):
+        assert value(simplify(kept), at) == value(kept, at)
+
+
 def test_bounds_of_absolute_values() -> None:
     (x,) = (axis(10),)
     assert bounds(call("abs", x - 3)) == (0, 6)

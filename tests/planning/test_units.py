@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from onchip.capture import capture
-from onchip.planning import planner, units
+from onchip.planning import decide, planner, units
 from onchip.planning.plan import KernelStep
+from onchip.planning.tuner import Verdict
 from onchip.runtime.program import Program
 from onchip.settings import Settings
 
@@ -47,7 +48,7 @@ def written(monkeypatch):
 def test_isomorphic_regions_share_their_kernels(tmp_path, monkeypatch, written):
     monkeypatch.setenv("ONCHIP_CACHE", str(tmp_path))
     # the outcome of timing is not the point here: the kernel runs in any case
-    monkeypatch.setattr(planner, "tune", lambda *_: planner.Verdict("kernel", 0))
+    monkeypatch.setattr(decide, "tune", lambda *_: Verdict("kernel", 0))
     net, x = Twins().eval(), torch.randn(1, 16, 9, 11).to(memory_format=torch.channels_last)
     captured = capture(net, (x,))
 
@@ -82,7 +83,7 @@ class Addressed(nn.Module):
 
 def test_what_as_strided_reads_is_left_to_pytorch(tmp_path, monkeypatch):
     monkeypatch.setenv("ONCHIP_CACHE", str(tmp_path))
-    monkeypatch.setattr(planner, "tune", lambda *_: planner.Verdict("kernel", 0))
+    monkeypatch.setattr(decide, "tune", lambda *_: Verdict("kernel", 0))
     inputs = [
         torch.randn(2, 4, 3, 3).to(memory_format=torch.channels_last),
         torch.randn(2, 4, 3, 3).to(memory_format=torch.channels_last),

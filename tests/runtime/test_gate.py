@@ -49,3 +49,27 @@ def test_calls_run_side_by_side() -> None:
     for t in threads:
         t.join()
     assert not meet.broken
+
+
+def test_a_capture_waits_for_the_calls_that_run() -> None:
+    gate, entered, leave, order = Gate(), threading.Event(), threading.Event(), []
+
+    def call() -> None:
+        with gate:
+            entered.set()
+            leave.wait(10)
+            order.append("the call ends")
+
+    def capture() -> None:
+        with gate, gate.alone():
+            order.append("the capture begins")
+
+    threads = [threading.Thread(target=f, daemon=True) for f in (call, capture)]
+    threads[0].start()
+    assert entered.wait(10)
+    threads[1].start()
+    time.sleep(0.05)  # time enough for a capture that does not wait
+    leave.set()
+    for t in threads:
+        t.join(timeout=30)
+    assert order == ["the call ends", "the capture begins"]

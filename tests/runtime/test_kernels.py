@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
+from tests.modules import Fn, same
 from torch import nn
 
 from onchip.planning.plan import Derived, KernelStep, LibraryStep, Plan
 
 from .library import compile_library
-from .test_program import Fn, same
 
 
 @pytest.fixture(autouse=True)

@@ -4,40 +4,25 @@ import gc
 import threading
 import warnings
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.modules import Fn, same
 from torch import nn
 
+from onchip.analysis.traffic import account
 from onchip.errors import CaptureError, InputError
 from onchip.settings import Settings
 
-from .library import compile_library
+from .library import compile_library, library_plan
 
 
 @pytest.fixture(autouse=True)
 def _no_grad():
     with torch.no_grad():
         yield
-
-
-class Fn(nn.Module):
-    def __init__(self, f, **parts):
-        super().__init__()
-        for name, v in parts.items():
-            if isinstance(v, torch.Tensor) and not isinstance(v, nn.Parameter):
-                self.register_buffer(name, v)
-            else:
-                setattr(self, name, v)
-        self.f = f
-
-    def forward(self, *a, **k):
-        return self.f(self, *a, **k)
-
-
-def same(a, b):
-    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 # ---- aliasing and mutation
@@ -293,6 +278,29 @@ def test_every_shape_is_compiled_at_once_if_asked_for():
         c(torch.ones(n))
     assert len(c.builds) == 6
     assert not c.notes
+
+
+# ---- launches
+
+
+def test_launches_count_what_runs():
+    m = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Softmax(1)).eval()
+    x = torch.randn(2, 3, 6, 6)
+    assert compile_library(m, (x,)).launches == 3
+
+    def copying(captured):
+        relu = captured.graph.nodes[1].results[0]
+        return replace(library_plan(captured), layouts={relu: (64, 1, 16, 4)})
+
+    assert compile_library(m, (x,), plan=copying).launches == 4  # flatten copies
+    eager = lambda captured: replace(library_plan(captured), eager="a reason")  # noqa: E731
+    assert compile_library(m, (x,), plan=eager).launches == 3
+    unknown = Fn(lambda s, x: x if x.sum() > 0 else -x)
+    assert compile_library(unknown, (x,), settings=Settings(uncapturable="eager")).launches is None
+    f = Fn(lambda s, x: (x[0].add_(1), x.exp())[1])
+    overlapping = compile_library(f, (torch.ones(1).expand(3),))
+    assert overlapping.latest is None
+    assert overlapping.launches == account(overlapping.builds[0].graph).launches >= 2
 
 
 # ---- gradients, errors, threads

@@ -7,12 +7,13 @@ Conventions:
   are those of the elements that are reached, never more than are stored: a broadcast tensor costs
   its stored size, a slice its own part, an embedding table the rows looked up.
 - A view (in PyTorch's sense: the result shares its input's storage) starts no kernel and moves
-  nothing; whoever reads it reads the tensor behind it.
+  nothing; whoever reads it reads the tensor behind it. A reshape that its input's strides do not
+  allow as a view is a copy: a kernel that reads and writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from onchip.analysis.demand import demand, volume, whole
@@ -31,6 +32,8 @@ VIEWS = {
     "diagonal", "unfold", "movedim", "swapaxes", "real", "imag", "lift_fresh", "view_as_real",
     "view_as_complex",
 }  # fmt: skip
+# Those that copy where the input's strides leave no other way.
+RESHAPES = {"view", "_unsafe_view", "reshape", "view_as", "flatten", "unflatten"}
 # Calls that hand back their input unchanged when there is nothing to convert.
 NO_OPS = {"contiguous", "to", "type_as", "dropout", "feature_dropout", "alpha_dropout", "identity"}
 
@@ -67,10 +70,14 @@ class Traffic:
 
 class Ledger:
     """The accounts of one graph: who produces and reads what, and which tensors are views. Facts
-    about an operator are worked out once."""
+    about an operator are worked out once.
 
-    def __init__(self, graph: Graph) -> None:
+    layouts   strides in elements, of tensors that are not as capture found them
+    """
+
+    def __init__(self, graph: Graph, layouts: Mapping[Tensor, tuple[int, ...]] | None = None):
         self.graph = graph
+        self.layouts = layouts or {}
         self.producer = graph.producer()
         self.position = {n: i for i, n in enumerate(graph.nodes)}
         self._facts: dict[Node, tuple[Kind, int | None, dict[Tensor, int]]] = {}
@@ -98,7 +105,7 @@ class Ledger:
 
     def _is_view(self, node: Node) -> bool:
         if node.op in VIEWS:
-            return True
+            return not (node.op in RESHAPES and self._copies(node))
         if node.op not in NO_OPS or node.opaque or node_kind(node) is not Kind.VIEW:
             return False
         (src, out) = (node.inputs[0], node.results[0])
@@ -106,6 +113,13 @@ class Ledger:
         unchanged = src.shape == out.shape and src.dtype is out.dtype
         # contiguous() of a transposed view copies
         return unchanged and not (node.op == "contiguous" and behind and behind.op in VIEWS)
+
+    def _copies(self, node: Node) -> bool:
+        """Whether a reshape finds strides that it can't keep."""
+        src, out = node.inputs[0], node.results[0]
+        strides = self.layouts.get(src) or src.tag.get("strides")
+        known = isinstance(strides, (tuple, list))
+        return known and not viewable(src.shape, tuple(strides), out.shape)
 
     def stored(self, tensor: Tensor) -> Tensor:
         """The tensor whose memory `tensor` is: itself, or what a chain of views looks at."""
@@ -154,6 +168,29 @@ class Ledger:
         own = self.kernel((node,))
         unread = tuple((t, n) for t, n in own.on_chip)
         return Traffic(own.reads, own.writes + unread, own.parameters, (), own.flops, own.launches)
+
+
+def viewable(shape: tuple[int, ...], strides: tuple[int, ...], new: tuple[int, ...]) -> bool:
+    """Whether a tensor of this shape and these strides (in elements) can be seen as one of shape
+    `new`, of as many elements, without a copy: each run of axes that lie in memory as one axis
+    is cut into whole axes of `new` (as at::detail::computeStride does)."""
+    if 0 in shape:
+        return True
+    axes = [(n, s) for n, s in zip(shape, strides, strict=True) if n != 1]
+    runs: list[int] = []  # elements of each, outermost first
+    for i, (n, s) in enumerate(axes):
+        if i and axes[i - 1][1] == n * s:
+            runs[-1] *= n
+        else:
+            runs.append(n)
+    left = iter(n for n in new if n != 1)
+    for run in runs:
+        have = 1
+        while have < run:
+            have *= next(left)
+        if have != run:
+            return False
+    return True
 
 
 def account(graph: Graph) -> Totals:

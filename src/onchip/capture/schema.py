@@ -114,4 +114,5 @@ def call(c: LibraryCall, values: dict[Tensor, torch.Tensor]) -> list[Any]:
 def is_view(target: str) -> bool:
     """Whether a call only describes memory that exists already, and launches nothing."""
     returns = overload(target)._schema.returns
-    return bool(returns) and all(r.alias_info is not None for r in returns)
+    shared = [r.alias_info for r in returns]
+    return bool(shared) and all(a is not None and not a.is_write for a in shared)

@@ -5,6 +5,9 @@
         ...
         root over the tile                                      -> global
 
+A kernel may have several nests, one after the other with a barrier between (fusion/phases.py); what
+one hands on to the next is "shared" memory of all threads.
+
 Boxes follow from the index expressions by interval arithmetic (the halo of an overlapping pool,
 the whole row of a softmax). Both code generators read this structure.
 """
@@ -14,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, prod
 
-from onchip.fusion.contraction import Contraction, find_contraction
+from onchip.fusion.contraction import Contraction
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.fusion.staging import Staged
 from onchip.ir.dtype import DType
@@ -41,7 +44,7 @@ class Stage:
     over the tensor's dimensions in `box`)."""
 
     staged: Staged
-    placement: str  # "scratch" | "global"
+    placement: str  # "scratch" | "shared" | "global"
     spans: tuple[Span, ...]
     box: tuple[Span, ...]
     contraction: Contraction | None
@@ -53,12 +56,19 @@ class Stage:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Nest:
-    """tile_axes[d] is the origin of the tile along root.loops[d]; it steps by tile[d]."""
+    """tile_axes[d] is the origin of the tile along root.loops[d]; it steps by tile[d]. before:
+    nests of the same kernel that are complete before this one starts."""
 
     root: Staged
     tile_axes: tuple[Axis, ...]
     tile: tuple[int, ...]
     stages: tuple[Stage, ...]
+    before: tuple[Nest, ...] = ()
+
+    @property
+    def phases(self) -> tuple[Nest, ...]:
+        """All nests of the kernel, in order."""
+        return (*self.before, self)
 
     @property
     def tiles(self) -> int:
@@ -76,7 +86,7 @@ class Nest:
         """Elements computed over elements there are, for every stage."""
         out = {}
         for st in self.stages:
-            volume = prod(s.extent for s in st.box)
+            volume = prod(s.extent for s in st.spans)
             repeats = prod(
                 ceil(a.extent / t) for a, t in zip(self.root.loops, self.tile, strict=True)
             )
@@ -93,6 +103,7 @@ def build_nest(staged: tuple[Staged, ...], root: Staged, tile: tuple[int, ...]) 
     )
     need: dict[Tensor, list[Span]] = {}
     stages: list[Stage] = []
+    inside = {s.tensor for s in staged}
     for s in reversed(staged):
         beside = s.is_output and _parallel(s, root) and _read_in_step(s, stages, root_spans)
         if s is root or beside:
@@ -110,10 +121,9 @@ def build_nest(staged: tuple[Staged, ...], root: Staged, tile: tuple[int, ...]) 
             spans = got
         else:
             return Refusal(Rule.SECOND_OUTPUT, s.tensor.name, "it has no tile in common")
-        _demand(s, spans, need, {x.tensor for x in staged})
-        placement = "global" if s.is_output else "scratch"
-        product = find_contraction(s.body, s.loops)
-        stages.append(Stage(s, placement, spans, box, product))
+        _demand(s, spans, need, inside)
+        placement = "shared" if s.shared else "global" if s.is_output else "scratch"
+        stages.append(Stage(s, placement, spans, box, s.product))
     return Nest(root, tile_axes, tile, tuple(reversed(stages)))
 
 
@@ -128,7 +138,7 @@ def _read_in_step(s: Staged, readers: list[Stage], root: tuple[Span, ...]) -> bo
     (or nobody reads it)."""
     for r in readers:
         mapping: dict[Axis, Expr] = dict(zip(s.loops, r.staged.loops, strict=False))
-        for ld in loads(r.staged.body):
+        for ld in r.staged.loads:
             if ld.src is not s.tensor:
                 continue
             if r.spans is not root or any(
@@ -198,7 +208,7 @@ def _demand(
     s: Staged, spans: tuple[Span, ...], need: dict[Tensor, list[Span]], inside: set[Tensor]
 ) -> None:
     env = dict(zip(s.loops, spans, strict=True))
-    for ld in loads(s.body):
+    for ld in s.loads:
         if ld.src not in inside:
             continue
         box = [span_of(i, env, n) for i, n in zip(ld.index, ld.src.shape, strict=True)]

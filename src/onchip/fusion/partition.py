@@ -11,15 +11,19 @@ from dataclasses import dataclass, field
 
 from onchip.fusion.contraction import as_contraction
 from onchip.fusion.machine import Machine
+from onchip.fusion.phases import nest_root
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.fusion.region import Region, region_of
 from onchip.fusion.signature import signature
-from onchip.fusion.staging import stage, unsupported
-from onchip.fusion.tiling import nests_for
-from onchip.ir.expr import Tensor, loads, reduces
+from onchip.fusion.staging import operations, stage, unsupported
+from onchip.ir.expr import Load, Reduce, Stream, Tensor, loads, reduces, walk
 from onchip.ir.graph import Graph, Node, addressed
 
 Strides = tuple[int, ...]
+
+# Operations per element, of all operators together: what a kernel of more gains by being one (a
+# tensor written and read, a launch) is a percent of its time, and the C++ compiler takes seconds.
+SIZE_LIMIT = 512.0
 
 
 @dataclass(eq=False)
@@ -28,6 +32,8 @@ class Group:
     opaque: bool
     products: int = 0  # matrix products with constant weights
     inner_products: int = 0  # matrix products of two activations
+    size: float = 0.0  # operations per element
+    root: Tensor | None = None  # a tensor over whose tiles the whole group could run
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -48,7 +54,7 @@ class Partitioner:
     fuel: int | None = None
     group_of: dict[Node, Group] = field(default_factory=dict)
     refusals: dict[tuple[Node, Node], Refusal] = field(default_factory=dict)
-    memo: dict[str, Refusal | None] = field(default_factory=dict)
+    memo: dict[str, Refusal | int | None] = field(default_factory=dict)
     merges: int = 0
 
     def __post_init__(self) -> None:
@@ -62,6 +68,7 @@ class Partitioner:
     def _single(self, n: Node) -> Group:
         group = Group([n], bool(n.opaque) or not supported(n) or n in self.addressed)
         for t in n.tensors:
+            group.size += operations(t.body)  # type: ignore[arg-type]
             for r in reduces(t.body):  # type: ignore[arg-type]
                 if as_contraction(r, t.axes) is None:
                     continue
@@ -72,7 +79,7 @@ class Partitioner:
         return group
 
     def region(self, nodes: list[Node]) -> Region:
-        return region_of(nodes, self.graph, self.constants, self.position)
+        return region_of(nodes, self.graph, self.constants, self.position, self.users)
 
     def run(self) -> Partition:
         for n in self.graph.nodes:
@@ -85,21 +92,28 @@ class Partitioner:
         a, b = self.group_of[p], self.group_of[n]
         if a is b:
             return
-        refusal = self.merge_refusal(a, b)
-        if refusal is None and self.fuel is not None and self.merges >= self.fuel:
-            refusal = Refusal(Rule.FUEL, f"{p.name} -> {n.name}", f"fuel is {self.fuel}")
-        if refusal is not None:
-            self.refusals[p, n] = refusal
+        root = self._merged(a, b)
+        if not isinstance(root, Refusal) and self.fuel is not None and self.merges >= self.fuel:
+            root = Refusal(Rule.FUEL, f"{p.name} -> {n.name}", f"fuel is {self.fuel}")
+        if isinstance(root, Refusal):
+            self.refusals[p, n] = root
             return
         self.merges += 1
+        a.root = root
         a.nodes += b.nodes
         a.products += b.products
         a.inner_products += b.inner_products
+        a.size += b.size
         for x in b.nodes:
             self.group_of[x] = a
 
     def merge_refusal(self, a: Group, b: Group) -> Refusal | None:
         """Why the two groups can't be one kernel; None if they can."""
+        found = self._merged(a, b)
+        return found if isinstance(found, Refusal) else None
+
+    def _merged(self, a: Group, b: Group) -> Tensor | Refusal | None:
+        """The root of both groups as one, or why they can't be one kernel."""
         for g in (a, b):
             if g.opaque:
                 return self.own_refusal(g.nodes[0])
@@ -111,14 +125,43 @@ class Partitioner:
                 b.nodes[0].name,
                 "two matrix products with weights: each tile would stream both weights again",
             )
+        if a.size + b.size > SIZE_LIMIT:
+            text = f"{a.size + b.size:.0f} operations per element of at most {SIZE_LIMIT:.0f}"
+            return Refusal(Rule.TOO_LARGE, b.nodes[0].name, text)
         between = self._path_between(a, b)
         if between is not None:
             return Refusal(Rule.CYCLE, between.name, f"through {between.name}")
+        return self._root(a, b)
+
+    def _root(self, a: Group, b: Group) -> Tensor | Refusal | None:
+        """The root of a nest of both groups, None if it takes several; or why there is none."""
+        if self._in_step(a, b):
+            return b.nodes[0].results[0]
         region = self.region(a.nodes + b.nodes)
         key = signature(region, self.strides, self.constants)
         if key not in self.memo:
-            self.memo[key] = region_refusal(region, self.strides, self.machine)
-        return self.memo[key]
+            found = region_root(region, self.strides, self.machine)
+            self.memo[key] = region.tensors.index(found) if isinstance(found, Tensor) else found
+        known = self.memo[key]
+        return region.tensors[known] if isinstance(known, int) else known
+
+    def _in_step(self, a: Group, b: Group) -> bool:
+        """`b` is one operator that reads the elements of `a` that it computes itself, over the
+        shape of a's root: a nest of `a` becomes a nest of both with b's result for its root, since
+        no box grows. (Staging the region anew for each operator of a long chain would take time
+        in the square of its length.)"""
+        if a.root is None or len(b.nodes) > 1 or len(b.nodes[0].tensors) != 1:
+            return False
+        (t,) = b.nodes[0].tensors
+        if t.body is None or t.shape != a.root.shape:
+            return False
+        made = {x for n in a.nodes for x in n.tensors}
+        for x in walk(t.body):
+            if isinstance(x, (Reduce, Stream)):
+                return False
+            if isinstance(x, Load) and x.src in made and (x.index != t.axes or x.pad is not None):
+                return False
+        return True
 
     def own_refusal(self, n: Node) -> Refusal:
         """Why only the library can run this operator."""
@@ -184,14 +227,12 @@ def _edge_bytes(p: Node, n: Node) -> int:
     return sum(t.nbytes for t in p.results if t in n.inputs)
 
 
-def region_refusal(
+def region_root(
     region: Region, strides: dict[Tensor, Strides], machine: Machine
-) -> Refusal | None:
+) -> Tensor | Refusal | None:
+    """The root of a nest of the region, None if it takes several nests; or why there is none."""
     staged = stage(region)
-    if isinstance(staged, Refusal):
-        return staged
-    nests = nests_for(staged, strides, machine)
-    return nests if isinstance(nests, Refusal) else None
+    return staged if isinstance(staged, Refusal) else nest_root(staged, strides, machine)
 
 
 def supported(n: Node) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from onchip.ir.expr import Tensor
-from onchip.ir.graph import Graph, Node, defined_by
+from onchip.ir.graph import Graph, Node, defined_by, reads
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -25,24 +25,24 @@ class Region:
 
 
 def region_of(
-    nodes: Iterable[Node], graph: Graph, constants: frozenset[Tensor], position: dict[Node, int]
+    nodes: Iterable[Node],
+    graph: Graph,
+    constants: frozenset[Tensor],
+    position: dict[Node, int],
+    users: dict[Tensor, list[Node]] | None = None,
 ) -> Region:
-    """The region of a set of nodes. Its outputs are the results that others or the caller read."""
+    """The region of a set of nodes. Its outputs are the results that others or the caller read.
+    `users`: graph.users(), where many regions of one graph are made."""
+    users = graph.users() if users is None else users
     ordered = tuple(sorted(nodes, key=position.__getitem__))
-    inside = set(ordered)
+    inside, final = set(ordered), set(graph.output_tensors)
     produced = [t for n in ordered for t in n.results]
-    wanted = set(graph.output_tensors)
-    for n in graph.nodes:
-        if n not in inside:
-            wanted.update(n.inputs)
-    outputs = tuple(t for t in produced if t in wanted)
-    given = {t for n in ordered for t in n.inputs if t not in set(produced)}
+    outputs = tuple(
+        t for t in produced if t in final or any(n not in inside for n in users.get(t, ()))
+    )
+    made = set(produced)
+    given = {t for n in ordered for t in n.inputs if t not in made}
     tensors = defined_by(outputs, given | constants)
-    reads = dict.fromkeys(ld for t in tensors for ld in _sources(t) if ld not in set(tensors))
-    return Region(ordered, tuple(reads), outputs, tensors)
-
-
-def _sources(t: Tensor) -> list[Tensor]:
-    from onchip.ir.graph import reads
-
-    return reads(t)
+    computed = set(tensors)
+    read = dict.fromkeys(s for t in tensors for s in reads(t) if s not in computed)
+    return Region(ordered, tuple(read), outputs, tensors)

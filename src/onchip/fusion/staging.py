@@ -10,9 +10,10 @@ Placement of an intermediate:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
-from onchip.fusion.contraction import as_contraction
+from onchip.fusion.contraction import Contraction, as_contraction, find_contraction
 from onchip.fusion.inline import inline, substitute_simplified, without_unit_axes
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.fusion.region import Region
@@ -27,6 +28,7 @@ from onchip.ir.expr import (
     Tensor,
     axis,
     children,
+    loads,
     mentioned,
     reduces,
     rewrite,
@@ -40,12 +42,15 @@ from onchip.ir.index import simplify
 # element in L1 (about 4 cheap operations' time): recompute while the sum stays below this.
 RECOMPUTE_LIMIT = 12.0
 TRANSCENDENTAL_COST = 10.0
+# A tile holds what one of its elements folds, whole: a longer row of an intermediate would leave no
+# room in the second-level cache, so that evaluating it again is cheaper than fetching it.
+ROW_LIMIT = 256 * 1024
 # An expression nested deeper than this is stored on the way: every pass over expressions, the
 # compiler's included, recurses into them.
 DEPTH_LIMIT = 100
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class Staged:
     """One stored tensor: its expression reads only region inputs and earlier staged tensors.
 
@@ -59,6 +64,19 @@ class Staged:
     loops: tuple[Axis, ...]
     store: tuple[Expr, ...]
     layout: tuple[int, ...] | None = None  # order of a scratch copy in memory, as strides
+    shared: bool = False  # stored for later phases of the kernel, and for nobody else
+
+    # found once: a nest is built for dozens of tiles of the same stages
+
+    @cached_property
+    def product(self) -> Contraction | None:
+        """The matrix product that the body is, over the loops."""
+        return find_contraction(self.body, self.loops)
+
+    @cached_property
+    def loads(self) -> tuple[Load, ...]:
+        """What the body reads."""
+        return tuple(loads(self.body))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -85,7 +103,7 @@ def stage(region: Region) -> tuple[Staged, ...] | Refusal:
             return Refusal(Rule.UNSUPPORTED_EXPRESSION, t.name, reason)
         body = split_reduction_axes(without_unit_axes(inline(t.body, inlined, memo)))
         inside = {ld.src for ld in walk(t.body) if isinstance(ld, Load) and ld.src in inlined}
-        cost[t] = _cost(t.body) + sum(cost[s] for s in inside)
+        cost[t] = operations(t.body) + sum(cost[s] for s in inside)
         depth[t] = _depth(t.body) + max((depth[s] for s in inside), default=0)
         product = any(as_contraction(r, t.axes) is not None for r in reduces(body))
         keep = t in outputs or depth[t] > DEPTH_LIMIT
@@ -152,7 +170,7 @@ def _may_inline(t: Tensor, body: Expr, reads: list[_Read], cost: float) -> bool:
     if reduces(body):
         return len(reads) == 1 and _once_per_element(t, reads[0])
     times = sum(_multiplicity(t, r.load) for r in reads)
-    return times <= 1.001 or cost * times <= RECOMPUTE_LIMIT
+    return times <= 1.001 or cost * times <= RECOMPUTE_LIMIT or _row_bytes(t, reads) > ROW_LIMIT
 
 
 def _once_per_element(t: Tensor, read: _Read) -> bool:
@@ -177,8 +195,18 @@ def _multiplicity(t: Tensor, load: Load) -> float:
     return prod(a.extent for a in axes) / max(t.numel, 1)
 
 
-def _cost(e: Expr) -> float:
-    """Rough operations per element; index arithmetic and reductions are not counted."""
+def _row_bytes(t: Tensor, reads: list[_Read]) -> int:
+    """Bytes of `t` that one element of a consumer reads."""
+    most = 0
+    for r in reads:
+        axes: set[Axis] = set().union(*(mentioned(i) for i in r.load.index))
+        most = max(most, prod(a.extent for a in axes - set(r.consumer.axes)))
+    return most * t.dtype.size
+
+
+def operations(e: Expr) -> float:
+    """Rough operations per element, a transcendental function counted as ten; index arithmetic and
+    reductions are not counted."""
     total = 0.0
     for x in _value_nodes(e):
         if isinstance(x, Call) and not x.fn.startswith("cast_"):

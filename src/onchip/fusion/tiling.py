@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil, prod
 
-from onchip.fusion.contraction import find_contraction
+from onchip.fusion.cut import COLUMNS, fold_elements, side_by_side
 from onchip.fusion.inline import substitute_simplified
 from onchip.fusion.machine import Machine
 from onchip.fusion.nest import Nest, build_nest
@@ -23,19 +23,19 @@ Strides = tuple[int, ...]
 SCRATCH_BUDGET = 768 * 1024
 # A pass over this many elements takes a few microseconds: about what handing out a tile costs.
 POINTWISE_TILE = 16384
+# A fold of this many elements whose results lie side by side is bound by memory: it walks rows.
+LONG = 64
 # Computing an intermediate more than this often is not fusion but waste.
 RECOMPUTE_BUDGET = 1.6
 
 
-def nests_for(
+def single_nests(
     staged: tuple[Staged, ...], strides: dict[Tensor, Strides], machine: Machine
 ) -> list[Nest] | Refusal:
-    """Nests for a region, best guess first; a Refusal names what none of the tiles satisfies."""
-    outputs = sorted(
-        (s for s in staged if s.is_output), key=lambda s: (-s.tensor.numel, -staged.index(s))
-    )
+    """Ways to run a region as one nest, best guess first; a Refusal names what none of the tiles
+    satisfies."""
     first: Refusal | None = None
-    for root in outputs:
+    for root in _roots(staged):
         found = _nests_of_root(staged, root, strides, machine)
         if not isinstance(found, Refusal):
             return found
@@ -44,16 +44,44 @@ def nests_for(
     return first
 
 
-def _nests_of_root(
-    staged: tuple[Staged, ...], root: Staged, strides: dict[Tensor, Strides], machine: Machine
-) -> list[Nest] | Refusal:
+def single_root(
+    staged: tuple[Staged, ...], strides: dict[Tensor, Strides], machine: Machine
+) -> Tensor | Refusal:
+    """The root of a nest that `single_nests` finds, or its refusal; most often at the price of one
+    nest: a single tile has room for everything and computes nothing twice."""
+    for root in _roots(staged):
+        stages, whole = _prepared(staged, root, strides)
+        tile = tuple(max(a.extent, 1) for a in whole.loops)
+        if isinstance(build_nest(stages, whole, tile), Nest):
+            return root.tensor
+    found = single_nests(staged, strides, machine)
+    return found if isinstance(found, Refusal) else found[0].root.tensor
+
+
+def _roots(staged: tuple[Staged, ...]) -> list[Staged]:
+    """Results whose tiles could be the kernel's, largest first."""
+    outputs = (s for s in staged if s.is_output)
+    return sorted(outputs, key=lambda s: (-s.tensor.numel, -staged.index(s)))
+
+
+def _prepared(
+    staged: tuple[Staged, ...], root: Staged, strides: dict[Tensor, Strides]
+) -> tuple[tuple[Staged, ...], Staged]:
+    """Stages and root as their loops are tiled."""
     staged = stage_operands(staged, strides)
     root = next(s for s in staged if s.tensor is root.tensor)
     staged, root = in_layout_order(staged, root, strides)
     if not any(reduces(s.body) for s in staged):
         staged, root = coalesce(staged, root, strides)
+    return staged, root
+
+
+def _nests_of_root(
+    staged: tuple[Staged, ...], root: Staged, strides: dict[Tensor, Strides], machine: Machine
+) -> list[Nest] | Refusal:
+    staged, root = _prepared(staged, root, strides)
     first: Refusal | None = None
-    for choices in _tiles(staged, root, machine):
+    for choices in _tiles(staged, root, strides, machine):
         found: list[Nest] = []
         for tile in choices:
             nest = build_nest(staged, root, tile)
@@ -62,8 +90,8 @@ def _nests_of_root(
                 assert isinstance(nest, Nest)
                 found.append(nest)
             first = first or problem
-        if found:
-            return found
+        if found:  # one tile that spills is a last resort: nothing smaller is possible
+            return [n for n in found if n.scratch_bytes <= SCRATCH_BUDGET] or found
     assert first is not None
     return first
 
@@ -188,7 +216,7 @@ def _merge(s: Staged, d: int) -> Staged:
 
 
 def _tiles(
-    staged: tuple[Staged, ...], root: Staged, machine: Machine
+    staged: tuple[Staged, ...], root: Staged, strides: dict[Tensor, Strides], machine: Machine
 ) -> list[list[tuple[int, ...]]]:
     """Tiles worth building; and if none of them is possible, the smallest and the largest. Axes
     that some stage does not depend on stay whole; of the others, the outer ones are cut until
@@ -200,20 +228,20 @@ def _tiles(
     if any(_is_product(s) for s in staged):
         best = product_tiles(staged, root, whole, machine)
     else:
-        best = [_pointwise_tile(extents, whole, machine, staged)]
-        if prod(extents) * _fold_length(staged) <= 4 * POINTWISE_TILE:
+        best = [_pointwise_tile(extents, whole, machine, staged, strides)]
+        if prod(extents) * fold_length(staged) <= 4 * POINTWISE_TILE:
             best.append(everything)  # too little work to hand out in pieces
     return [list(dict.fromkeys(best)), [smallest, everything]]
 
 
-def _fold_length(staged: tuple[Staged, ...]) -> int:
+def fold_length(staged: tuple[Staged, ...]) -> int:
     """Elements that one element of the result folds, at most."""
     folds = (prod(a.extent for r in reduces(s.body) for a in r.axes) for s in staged)
     return max(max(folds, default=1), 1)
 
 
 def _is_product(s: Staged) -> bool:
-    return find_contraction(s.body, s.loops) is not None
+    return s.product is not None
 
 
 def whole_axes(staged: tuple[Staged, ...], root: Staged) -> list[bool]:
@@ -243,12 +271,20 @@ def _axes_missing_in_outputs(staged: tuple[Staged, ...], root: Staged) -> list[b
 
 
 def _pointwise_tile(
-    extents: list[int], whole: list[bool], machine: Machine, staged: tuple[Staged, ...]
+    extents: list[int],
+    whole: list[bool],
+    machine: Machine,
+    staged: tuple[Staged, ...],
+    strides: dict[Tensor, Strides],
 ) -> tuple[int, ...]:
-    """Grow the tile from the innermost axis outwards to a few thousand elements."""
-    target = max(POINTWISE_TILE // _fold_length(staged), 1)
+    """Grow the tile from the innermost axis outwards to a few thousand elements; long folds
+    whose results lie side by side in memory walk rows of COLUMNS elements at least."""
+    target = max(POINTWISE_TILE // fold_length(staged), 1)
     total = prod(extents)
     target = max(min(target, ceil(total / (4 * machine.threads))), 1)
+    long = [r for s in staged for r in reduces(s.body) if fold_elements(r) >= LONG]
+    if extents and any(side_by_side(r, strides) for r in long):
+        target = max(target, min(COLUMNS, extents[-1]))
     tile = [e if w else 1 for e, w in zip(extents, whole, strict=True)]
     for d in reversed(range(len(extents))):
         if whole[d]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from onchip.ir.dtype import DType
-from onchip.ir.expr import Axis, Call, Const, Expr, Load, Var, index_arithmetic
+from onchip.ir.expr import Axis, Call, Const, Expr, Load, Var, index_arithmetic, mentioned
 
 Interval = tuple[int, int]
 Env = dict[Axis, Interval]
@@ -185,6 +185,14 @@ def _common_factor(rest: list[tuple[Expr, int]], constant: int, c: int) -> int:
     return g if constant % g == 0 and g < c else 1
 
 
+def _same_quotient(x: Expr, c: int, y: Expr, d: int, env: Env | None) -> bool:
+    """x // c is y // d: (y // e) // c, where d is e * c."""
+    if d % c:
+        return False
+    inner = y if d == c else _divide("floordiv", y, d // c, env)
+    return structural_key(x) == structural_key(inner)
+
+
 def _recombine(form: Linear, env: Env | None) -> Linear:
     """(x // c) * (c * k) + (x % c) * k  ->  x * k."""
     terms = list(form.terms)
@@ -193,9 +201,9 @@ def _recombine(form: Linear, env: Env | None) -> Linear:
             case Call(fn="mod", args=(x, Const(value=c))):
                 for j, (other, m) in enumerate(terms):
                     match other:
-                        case Call(fn="floordiv", args=(y, Const(value=d))) if (
-                            d == c and m == k * int(c) and structural_key(x) == structural_key(y)
-                        ):
+                        case Call(fn="floordiv", args=(y, Const(value=d))) if m == k * int(
+                            c
+                        ) and _same_quotient(x, int(c), y, int(d), env):
                             keep = [t for n, t in enumerate(terms) if n not in (i, j)]
                             whole = index_arithmetic("mul", x, Const(k, DType.I64))
                             merged = linear(
@@ -205,3 +213,31 @@ def _recombine(form: Linear, env: Env | None) -> Linear:
                             )
                             return _recombine(merged, env)
     return form
+
+
+# ---- strides ----------------------------------------------------------------------------------
+
+
+def stride_along(index: tuple[Expr, ...], strides: tuple[int, ...], v: Axis) -> int | None:
+    """Elements between neighbours along an axis; None if that is not a constant."""
+    total = 0
+    for i, s in zip(index, strides, strict=True):
+        form = linear(i)
+        for atom, c in form.terms:
+            if atom is v:
+                total += c * s
+            elif not isinstance(atom, Axis) and v in mentioned(atom):
+                return _stride_of_merged(index, strides, v)
+    return total
+
+
+def _stride_of_merged(index: tuple[Expr, ...], strides: tuple[int, ...], v: Axis) -> int | None:
+    """The same for an axis that is several merged into one: x // w and x % w in two dimensions
+    may be x again in memory."""
+    total: Expr = Const(0, DType.I64)
+    for i, s in zip(index, strides, strict=True):
+        total = index_arithmetic("add", total, i * s)
+    form = linear(simplify(total))
+    if any(not isinstance(atom, Axis) and v in mentioned(atom) for atom, _ in form.terms):
+        return None
+    return form.coefficient(v)

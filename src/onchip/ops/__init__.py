@@ -7,6 +7,7 @@ from onchip.ops import conversion as conversion
 from onchip.ops import convolution as convolution
 from onchip.ops import elementary as elementary
 from onchip.ops import indexing as indexing
+from onchip.ops import losses as losses
 from onchip.ops import normalization as normalization
 from onchip.ops import parts as parts
 from onchip.ops import pointwise as pointwise

@@ -1,4 +1,5 @@
-"""Softmax, its logarithm, and the losses made of it: the top and the total as small tensors."""
+"""Softmax, its logarithm, and the losses made of it. A row's top and total are small tensors;
+exp(x - top), which is read twice, is one of the row's size."""
 
 from __future__ import annotations
 
@@ -115,29 +116,14 @@ def _reader(x: Tensor, kind: DType) -> Element:
     return lambda *i: cast(x[i], kind)
 
 
-def top_and_total(
-    read: Element, shape: tuple[int, ...], dim: int, kind: DType, safe: bool
-) -> tuple[Tensor, Tensor]:
-    """Largest element along `dim`, and the sum of exp(element - largest), both without `dim`.
-    `safe`: a largest of minus infinity counts as 0, and a total of 0 as 1."""
-    rest, extent = shape[:dim] + shape[dim + 1 :], shape[dim : dim + 1]
+def _top(read: Element, shape: tuple[int, ...], dim: int, kind: DType, safe: bool) -> Tensor:
+    """Largest element along `dim`. `safe`: minus infinity counts as 0."""
 
     def top_of(*i: Expr) -> Expr:
-        value = fold("max", extent, lambda k: read(*i[:dim], k, *i[dim:]))
-        if not safe:
-            return value
-        return where(compare("eq", value, NEGATIVE_INFINITY), 0.0, value)
+        value = fold("max", (shape[dim],), lambda k: read(*i[:dim], k, *i[dim:]))
+        return where(compare("eq", value, NEGATIVE_INFINITY), 0.0, value) if safe else value
 
-    top = tensor(rest, kind, top_of, "top")
-
-    def total_of(*i: Expr) -> Expr:
-        def term(k: Expr) -> Expr:
-            return call("exp", read(*i[:dim], k, *i[dim:]) - top[i])
-
-        value = fold("sum", extent, term)
-        return where(compare("eq", value, 0.0), 1.0, value) if safe else value
-
-    return top, tensor(rest, kind, total_of, "total")
+    return tensor(shape[:dim] + shape[dim + 1 :], kind, top_of, "top")
 
 
 def _softmax_of(x: Tensor, dim: int, kind: DType, safe: bool) -> Tensor:
@@ -146,13 +132,18 @@ def _softmax_of(x: Tensor, dim: int, kind: DType, safe: bool) -> Tensor:
         # one element: exp(x - x) is 1, or NaN for what is not finite
         return tensor((), kind, lambda: call("exp", read() - read()), "softmax")
     dim = normalize_dim(dim, x.rank)
-    top, total = top_and_total(read, x.shape, dim, kind.compute, safe)
+    top = _top(read, x.shape, dim, kind.compute, safe)
+    weights = tensor(
+        x.shape, kind.compute, lambda *i: call("exp", read(*i) - top[_without(i, dim)]), "weights"
+    )
 
-    def element(*i: Expr) -> Expr:
-        at = _without(i, dim)
-        return call("exp", read(*i) - top[at]) / total[at]
+    def inverse_of(*i: Expr) -> Expr:
+        total = fold("sum", (x.shape[dim],), lambda k: weights[(*i[:dim], k, *i[dim:])])
+        # at least exp(0), so that the inverse is finite and as good as a division an element
+        return 1.0 / (where(compare("eq", total, 0.0), 1.0, total) if safe else total)
 
-    return tensor(x.shape, kind, element, "softmax")
+    inverse = tensor(top.shape, kind.compute, inverse_of, "inverse")
+    return tensor(x.shape, kind, lambda *i: weights[i] * inverse[_without(i, dim)], "softmax")
 
 
 def _log_softmax_of(x: Tensor, dim: int, kind: DType) -> Tensor:
@@ -160,7 +151,15 @@ def _log_softmax_of(x: Tensor, dim: int, kind: DType) -> Tensor:
     if x.rank == 0:
         return tensor((), kind, lambda: read() - read(), "log_softmax")
     dim = normalize_dim(dim, x.rank)
-    top, total = top_and_total(read, x.shape, dim, kind.compute, safe=False)
+    top = _top(read, x.shape, dim, kind.compute, safe=False)
+
+    def total_of(*i: Expr) -> Expr:
+        def term(k: Expr) -> Expr:
+            return call("exp", read(*i[:dim], k, *i[dim:]) - top[i])
+
+        return fold("sum", (x.shape[dim],), term)
+
+    total = tensor(top.shape, kind.compute, total_of, "total")
 
     def element(*i: Expr) -> Expr:
         at = _without(i, dim)

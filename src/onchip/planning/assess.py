@@ -26,7 +26,7 @@ from onchip.capture.observe import clone_storage
 from onchip.capture.schema import is_view
 from onchip.errors import CompilerError
 from onchip.ir.graph import Node
-from onchip.planning.plan import KernelStep, Plan
+from onchip.planning.plan import LibraryStep, Plan
 from onchip.planning.planner import Planned
 from onchip.planning.timing import measurably_slower, samples
 from onchip.planning.tuner import load_record, store_record
@@ -124,14 +124,16 @@ def program_key(original: Captured, planned: Planned) -> str:
         for n in original.graph.nodes
     ]
     for step, unit, verdict, _ in planned.steps_of:
-        chosen = verdict.index if verdict is not None and verdict.kind == "kernel" else "library"
+        kind = verdict.kind if verdict is not None else "library"
+        chosen = verdict.index if verdict is not None and kind == "kernel" else kind
         lines.append(f"{type(step).__name__} {unit.key} {chosen}")
     lines.append(f"{torch.__version__} {torch.get_num_threads()}")
     return "program-" + hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
 
 
-def has_kernels(plan: Plan) -> bool:
-    return any(isinstance(s, KernelStep) for s in plan.steps)
+def fuses(plan: Plan) -> bool:
+    """Whether the plan is another one than every operator as its ATen call."""
+    return any(not isinstance(s, LibraryStep) for s in plan.steps)
 
 
 # ---- running a model without changing it -------------------------------------------------------

@@ -5,18 +5,22 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
 
 from onchip.backends.cpp.compiler import Binary, panel_width
 from onchip.backends.cpp.kernel import KernelOptions, KernelSource, emit_kernel
+from onchip.fusion.layout import contiguous
 from onchip.fusion.machine import Machine
 from onchip.fusion.nest import Nest
+from onchip.fusion.phases import nests_for
+from onchip.fusion.product_tiles import predicted_ns
 from onchip.fusion.refusal import Refusal
 from onchip.fusion.region import Region
-from onchip.fusion.staging import stage
-from onchip.fusion.tiling import nests_for
+from onchip.fusion.staging import Staged, stage
+from onchip.fusion.winograd import transformed_weights, winograd
 from onchip.ir.expr import Tensor
 from onchip.planning.derive import derived_tensor, packed
 from onchip.planning.plan import Derived
@@ -34,6 +38,7 @@ class Variant:
 
     nest: Nest
     options: KernelOptions
+    transformed: tuple[Tensor, ...] = ()  # weights in another form, computed at load
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -47,6 +52,7 @@ class Candidate:
     choice: str
     derived: tuple[Derived, ...]
     inputs: tuple[Tensor, ...]
+    fewer_products: bool = False  # Winograd's form
 
     def moved(self, region: Region, same: dict[Tensor, Tensor]) -> Candidate:
         """This kernel for an isomorphic region; `same` maps each tensor to its counterpart. The
@@ -92,9 +98,13 @@ class CompiledKernel:
 
 
 def variants(
-    region: Region, strides: dict[Tensor, Strides], machine: Machine
+    region: Region,
+    strides: dict[Tensor, Strides],
+    constants: frozenset[Tensor],
+    machine: Machine,
+    fewer_products: bool = True,
 ) -> list[Variant] | Refusal:
-    """Ways to run a region, most promising first."""
+    """Ways to run a region, most promising first. fewer_products: Winograd's form is allowed."""
     staged = stage(region)
     if isinstance(staged, Refusal):
         return staged
@@ -108,7 +118,30 @@ def variants(
         out.append(Variant(nest, KernelOptions(parallel=parallel)))
         if size >= STREAM_BYTES and not any(s.contraction for s in nest.stages):
             out.append(Variant(nest, KernelOptions(stream=True, parallel=parallel)))
-    return out
+    short = winograd(staged, constants) if fewer_products else None
+    if short is None:
+        return out
+    return _by_promise(out, _short_variants(short, strides, machine, parallel), machine)
+
+
+def _short_variants(
+    staged: tuple[Staged, ...], strides: dict[Tensor, Strides], machine: Machine, parallel: bool
+) -> list[Variant]:
+    """The region with its 3-tap convolutions in Winograd's form."""
+    nests = nests_for(staged, strides, machine)
+    if isinstance(nests, Refusal):
+        return []
+    options = KernelOptions(parallel=parallel)
+    return [Variant(n, options, transformed_weights(staged)) for n in nests[:MOST_NESTS]]
+
+
+def _by_promise(a: list[Variant], b: list[Variant], machine: Machine) -> list[Variant]:
+    """Two forms' variants in turn, the one with the shorter predicted time first: the model
+    compares tiles of one form well, forms less so, and both should be tried."""
+    if b and predicted_ns(b[0].nest, machine) < predicted_ns(a[0].nest, machine):
+        a, b = b, a
+    turns = [v for pair in zip_longest(a, b) for v in pair if v is not None]
+    return turns[:MOST_NESTS] if b else turns
 
 
 def write(
@@ -121,7 +154,9 @@ def write(
 ) -> Candidate | Refusal:
     """The kernel of one variant. `available`: tensors that exist when the program runs (the rest
     of the constants are derived at load)."""
-    late = frozenset(t for t in region.inputs if t not in available)
+    late = frozenset(t for t in (*region.inputs, *variant.transformed) if t not in available)
+    strides = strides | {t: contiguous(t.shape) for t in variant.transformed}
+    constants = constants.union(variant.transformed)
     comment = _comment(region, note)
     source = emit_kernel((variant.nest,), strides, constants, variant.options, comment, late)
     if isinstance(source, Refusal):
@@ -149,14 +184,17 @@ def _candidate(
 ) -> Candidate:
     nest = variant.nest
     choice = "tile " + "x".join(map(str, nest.tile))
+    choice += f" in {len(nest.phases)} phases" if nest.before else ""
     choice += " streamed" if variant.options.stream else ""
-    stored = frozenset(s.tensor for s in nest.stages)
+    choice += " winograd" if variant.transformed else ""
+    stored = frozenset(s.tensor for phase in nest.phases for s in phase.stages)
     real = tuple(t for t in source.inputs if t not in late and t not in source.laid_out)
     derived = [
         derived_tensor(t, available, source.laid_out.get(t)) for t in source.inputs[len(real) :]
     ]
     derived += [packed(p, panel_width(), available) for p in source.panels]
-    return Candidate(region, source, stored, choice, tuple(derived), real)
+    fewer = bool(variant.transformed)
+    return Candidate(region, source, stored, choice, tuple(derived), real, fewer)
 
 
 def runner(

@@ -65,18 +65,29 @@ def packed(panels: Panels, width: int, available: frozenset[Tensor]) -> Derived:
             given = {s: to_numpy(v) for s, v in zip(sources, values, strict=True)}
             (out,) = evaluate([matrix], given, exact=True)
             dense = torch.from_numpy(np.ascontiguousarray(out, dtype=np.float32))
-        dense = dense.reshape(panels.batch, panels.k, panels.n)
-        padded_n = -(-panels.n // width) * width
-        out = torch.zeros(panels.batch, padded_n // width, panels.k, width)
-        whole = panels.n // width
-        if whole:
-            full = dense[:, :, : whole * width].reshape(panels.batch, panels.k, whole, width)
-            out[:, :whole] = full.transpose(1, 2)
-        if whole * width < panels.n:
-            out[:, whole, :, : panels.n - whole * width] = dense[:, :, whole * width :]
-        return out
+        return _panels(dense, panels, width)
 
-    return Derived(f"panels of {', '.join(s.name for s in sources)}", sources, compute)
+    size = f"{panels.batch}x{panels.k}x{panels.n}"
+    return Derived(f"panels {size} of {', '.join(s.name for s in sources)}", sources, compute)
+
+
+def _panels(dense: torch.Tensor, panels: Panels, width: int) -> torch.Tensor:
+    """[batch axes..., K axes..., N] as [batch][ceil(N / width)][K][width]. One matrix is copied
+    along its own axes: merging (taps, channels) first would be a slow copy of its own."""
+    apart = panels.batch == 1
+    lead = tuple(dense.shape[:-1]) if apart else (panels.batch, panels.k)
+    dense = dense.reshape(*lead, panels.n)
+    count, whole = -(-panels.n // width), panels.n // width
+    out = torch.empty(panels.batch, count, panels.k, width)
+    rest = panels.n - whole * width
+    if rest:
+        out[:, whole] = 0
+    target = out.movedim(1, 2)  # batch, K, panel, column
+    target = target[0].unflatten(0, lead) if apart else target
+    target[..., :whole, :] = dense[..., : whole * width].unflatten(-1, (whole, width))
+    if rest:
+        target[..., whole, :rest] = dense[..., whole * width :]
+    return out
 
 
 def _as_view(matrix: Tensor, available: frozenset[Tensor]) -> Tensor | None:

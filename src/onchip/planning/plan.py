@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from onchip.ir.expr import Tensor
-from onchip.ir.graph import Node
+from onchip.ir.graph import LibraryCall, Node
 
 
 class Kernel(Protocol):
@@ -20,8 +20,8 @@ class Kernel(Protocol):
 @dataclass(frozen=True, eq=False, slots=True)
 class Derived:
     """A value computed from constants, once and again whenever one of them changes: a packed
-    weight, a folded scale. `compute` takes the sources' torch tensors and returns a torch tensor
-    that the kernel reads through its data pointer."""
+    weight, a folded scale. `compute` takes the sources' torch tensors and returns a torch tensor:
+    a dense one, which a kernel reads through its data pointer, or one in oneDNN's own layout."""
 
     name: str
     sources: tuple[Tensor, ...]
@@ -30,9 +30,48 @@ class Derived:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LibraryStep:
-    """One ATen call."""
+    """One ATen call, in place on its first argument if its target says so."""
 
     node: Node
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return (self.node,)
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        return self.node.inputs
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        return self.node.results
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class CallStep:
+    """One call of another library operator than the node's own. `nodes` are the operators it
+    computes; its arguments hold Tensors, and a Derived for each value computed from constants.
+    The result, `output`, is in fresh memory."""
+
+    call: LibraryCall
+    output: Tensor
+    nodes: tuple[Node, ...]
+
+    @property
+    def name(self) -> str:
+        return " + ".join(n.op for n in self.nodes)
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        return tuple(dict.fromkeys(self.call.tensors()))
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        return (self.output,)
+
+    @property
+    def derived(self) -> tuple[Derived, ...]:
+        return tuple(a for a in self.call.args if isinstance(a, Derived))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -47,7 +86,7 @@ class KernelStep:
     nodes: tuple[Node, ...] = ()
 
 
-Step = LibraryStep | KernelStep
+Step = LibraryStep | CallStep | KernelStep
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -1,4 +1,4 @@
-"""The one way of timing on the CPU: warm up, interleave, medians."""
+"""The one way of timing on the CPU: warm up, interleave, compare."""
 
 from __future__ import annotations
 
@@ -38,13 +38,6 @@ def samples(
     return times
 
 
-def interleaved(
-    functions: Sequence[Callable[[], object]], budget_s: float, most: int = 50, least: int = 3
-) -> list[float]:
-    """Median seconds of each function; see `samples`."""
-    return [statistics.median(t) for t in samples(functions, budget_s, most, least)]
-
-
 def measurably_slower(mine: Sequence[float], other: Sequence[float]) -> bool:
     """Whether `mine` took longer than `other` in rounds measured side by side: by more than 2 % in
     the median, and in so many rounds that chance alone would give that less than once in 20."""
@@ -58,13 +51,14 @@ def measurably_slower(mine: Sequence[float], other: Sequence[float]) -> bool:
 def fastest(
     functions: Sequence[Callable[[], object]], budget_s: float, keep: float = 1.5
 ) -> list[float]:
-    """Like `interleaved`, but functions that were clearly slower in a first round (by more than
-    `keep`) are not timed again."""
-    first = interleaved(functions, 0.0, least=2)
+    """Seconds of each function in its best round: kernels do the same work every time, so whatever
+    took longer was something else on the machine, and a choice must not depend on that. Functions
+    clearly slower in the first rounds (by more than `keep`) are not timed again."""
+    first = [min(t) for t in samples(functions, 0.0, least=3)]
     limit = min(first) * keep
     again = [i for i, t in enumerate(first) if t <= limit]
-    second = interleaved([functions[i] for i in again], budget_s)
+    second = samples([functions[i] for i in again], budget_s)
     out = list(first)
     for i, t in zip(again, second, strict=True):
-        out[i] = t
+        out[i] = min(out[i], *t)
     return out

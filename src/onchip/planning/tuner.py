@@ -6,43 +6,65 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from onchip.backends.cpp.compiler import Binary, build_all, cache_folder, content_key
-from onchip.backends.library import aten
+from onchip.backends.cpp.compiler import Binary, cache_folder
 from onchip.errors import CompilerError
 from onchip.fusion.refusal import Refusal, Rule
+from onchip.fusion.region import Region
 from onchip.ir.expr import Tensor
-from onchip.ir.graph import Node
 from onchip.planning.candidates import Candidate, CompiledKernel, runner
+from onchip.planning.library import Step, aten_steps, planted, run_of
+from onchip.planning.plan import CallStep
 from onchip.planning.timing import fastest
-from onchip.planning.values import Values, in_layout
+from onchip.planning.values import Values
 
 # A float32 result may differ from eager's by roundings in another order, not by more.
 TOLERANCE = {torch.float32: 2e-4, torch.float64: 1e-9, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+# Where a generated kernel is so many times as fast as oneDNN's form, its parts are not timed.
+HOPELESS = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What was found for one kind of region.
 
-    kind       "kernel" (candidate `index`) or "library"
-    kernel_us  the fastest candidate's time; library_us the unfused library calls' time
-    times_us   every candidate that was timed, by its choice
-    refused    candidates that were not timed: (choice, why)
+    kind        "kernel" (candidate `index`), "library" (each operator its ATen call), "onednn"
+                (oneDNN's calls and ATen's), or "split" (two regions, planned on their own)
+    kernel_us   the fastest generated kernel's time; likewise library_us and onednn_us
+    calls_us    oneDNN's calls alone, without ATen's between them
+    split_us    the two parts' time, if a cut was tried; cut: places of the first part's operators
+    times_us    every generated kernel that was timed, by its choice
+    refused     candidates that were not timed: (choice, why)
     """
 
     kind: str
     index: int = 0
     kernel_us: float | None = None
     library_us: float | None = None
+    onednn_us: float | None = None
+    calls_us: float | None = None
+    split_us: float | None = None
+    cut: tuple[int, ...] = ()
     times_us: dict[str, float] = field(default_factory=dict)
     refused: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def best_us(self) -> float | None:
+        """The time of what was chosen."""
+        return getattr(self, f"{self.kind}_us")
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """What was measured, by name, for a decision."""
+        names = ("kernel_us", "library_us", "onednn_us", "split_us")
+        return {n: t for n in names if (t := getattr(self, n)) is not None}
 
 
 def kernel_of(candidate: Candidate, binary: Binary) -> CompiledKernel:
@@ -51,18 +73,69 @@ def kernel_of(candidate: Candidate, binary: Binary) -> CompiledKernel:
 
 
 def tune(
-    nodes: Sequence[Node],
-    candidates: Sequence[Candidate],
-    binaries: Sequence[Binary | CompilerError],
+    region: Region,
+    candidates: Mapping[int, Candidate],
+    binaries: Mapping[int, Binary | CompilerError],
+    onednn: Sequence[Step],
+    constants: frozenset[Tensor],
     values: Values,
     budget_s: float,
 ) -> Verdict:
-    """Check and time the candidates of one region and its library calls."""
-    runs: list[Callable[[], object]] = [library_run(nodes, values)]
-    kept: list[int] = []
+    """Check and time the ways of running one region: its candidates (numbered, with their
+    binaries), its operators as ATen calls, and oneDNN's calls (`onednn`; empty: none)."""
     refused: list[tuple[str, str]] = []
+    kernels = dict(_checked(candidates, binaries, values, refused))
+    runs: dict[str, Callable[[], object]] = {"library": run_of(aten_steps(region.nodes), values)}
+    if onednn:
+        problem = check_steps(onednn, region, constants, values)
+        if problem:
+            refused.append(("oneDNN", str(Refusal(Rule.WRONG, region.name, problem))))
+        else:
+            runs["onednn"] = run_of(onednn, values)
+    if not kernels and len(runs) == 1:
+        return Verdict("library", refused=tuple(refused))
+    timed = fastest([*runs.values(), *kernels.values()], budget_s)
+    times = {k: t * 1e6 for k, t in zip((*runs, *kernels), timed, strict=True)}
+    found = _fastest_of(times, candidates, kernels, tuple(refused))
+    calls = [s for s in onednn if isinstance(s, CallStep)]
+    if found.onednn_us is None or len(calls) == len(onednn):
+        return found
+    if found.kernel_us is not None and found.onednn_us > HOPELESS * found.kernel_us:
+        return found
+    only = fastest([run_of(calls, values)], budget_s / 4)[0]
+    return replace(found, calls_us=only * 1e6)
+
+
+def _fastest_of(
+    times: Mapping[str | int, float],
+    candidates: Mapping[int, Candidate],
+    kernels: Mapping[int, object],
+    refused: tuple[tuple[str, str], ...],
+) -> Verdict:
+    index = min(kernels, key=lambda i: times[i], default=0)
+    whole = {"kernel": times[index]} if kernels else {}  # first: it wins a tie
+    whole |= {k: times[k] for k in ("onednn", "library") if k in times}
+    return Verdict(
+        min(whole, key=lambda k: whole[k]),
+        index,
+        whole.get("kernel"),
+        whole["library"],
+        whole.get("onednn"),
+        times_us={candidates[i].choice: times[i] for i in kernels},
+        refused=refused,
+    )
+
+
+def _checked(
+    candidates: Mapping[int, Candidate],
+    binaries: Mapping[int, Binary | CompilerError],
+    values: Values,
+    refused: list[tuple[str, str]],
+) -> Iterator[tuple[int, Callable[[], object]]]:
+    """The candidates that write eager's values, ready to run; why not, for the others."""
     derived: dict[tuple[str, ...], list[torch.Tensor]] = {}
-    for i, (c, b) in enumerate(zip(candidates, binaries, strict=True)):
+    for i, c in candidates.items():
+        b = binaries[i]
         if isinstance(b, CompilerError):
             refused.append((c.choice, str(Refusal(Rule.COMPILER, text=str(b)))))
             continue
@@ -75,30 +148,36 @@ def tune(
         problem = check(run, c.source.outputs, outputs, values)
         if problem:
             refused.append((c.choice, str(Refusal(Rule.WRONG, c.region.name, problem))))
-            continue
-        kept.append(i)
-        runs.append(run)
-    if not kept:
-        return Verdict("library", refused=tuple(refused))
-    library_s, *kernel_s = fastest(runs, budget_s)
-    times = {candidates[i].choice: t * 1e6 for i, t in zip(kept, kernel_s, strict=True)}
-    best_s, best = min(zip(kernel_s, kept, strict=True))
-    kind = "kernel" if best_s <= library_s else "library"
-    return Verdict(kind, best, best_s * 1e6, library_s * 1e6, times, tuple(refused))
+        else:
+            yield i, run
 
 
-def library_run(nodes: Sequence[Node], values: Values) -> Callable[[], object]:
-    """The nodes as ATen calls, on the program's own layouts."""
-    inputs = dict.fromkeys(t for n in nodes for t in n.inputs)
+def kernel_run(candidate: Candidate, binary: Binary, values: Values) -> Callable[[], object]:
+    """A closure that runs one built kernel once, into memory of its own."""
+    derived = [d.compute([values[s] for s in d.sources]) for d in candidate.derived]
+    outputs = [_empty_like(values[t]) for t in candidate.source.outputs]
+    return runner(candidate, kernel_of(candidate, binary), values.__getitem__, derived, outputs)
 
-    def run() -> object:
-        local = {t: values.tensors[t] for t in inputs if t in values.tensors}
-        with torch.no_grad():
-            for n in nodes:
-                aten.run(n, local)
-        return local
 
-    return run
+def check_steps(
+    steps: Sequence[Step], region: Region, constants: frozenset[Tensor], values: Values
+) -> str:
+    """ "" if the steps give eager's values, and ATen's where an input holds NaN or an infinity;
+    else what is wrong."""
+    odd = planted(region, constants, values)
+    expected_odd = run_of(aten_steps(region.nodes), odd)()
+    try:
+        got, got_odd = run_of(steps, values)(), run_of(steps, odd)()
+    except RuntimeError as error:  # what oneDNN has no implementation of
+        return str(error)
+    for t in region.outputs:
+        problem = difference(got[t], values[t])
+        if problem:
+            return f"{t.name}: {problem}"
+        problem = difference(got_odd[t], expected_odd[t])
+        if problem:
+            return f"{t.name}, with NaN and infinities among the inputs: {problem}"
+    return ""
 
 
 def _empty_like(x: torch.Tensor) -> torch.Tensor:
@@ -163,7 +242,8 @@ def load_verdict(key: str) -> Verdict | None:
     if raw is None:
         return None
     try:
-        return Verdict(**{**raw, "refused": tuple(tuple(r) for r in raw["refused"])})
+        refused = tuple(tuple(r) for r in raw["refused"])
+        return Verdict(**{**raw, "refused": refused, "cut": tuple(raw["cut"])})
     except (TypeError, KeyError):
         return None
 
@@ -192,6 +272,3 @@ def store_record(key: str, record: dict[str, Any]) -> None:
         os.replace(temporary, path)
     except OSError:
         return
-
-
-__all__ = ["build_all", "content_key", "in_layout", "tune"]

@@ -70,18 +70,21 @@ def find_units(
     available: frozenset[Tensor],
     machine: Machine,
     most: int,
+    fewer_products: bool = True,
 ) -> tuple[list[Unit], dict[str, Verdict]]:
     """Units in the groups' order, and the verdicts that are known already. `available`: tensors
-    that exist when the program runs. `most`: sources worth compiling, beyond one for each kind."""
+    that exist when the program runs. `most`: sources worth compiling, beyond one for each kind.
+    fewer_products: 3-tap convolutions may take Winograd's form."""
     strides, constants = partitioner.strides, partitioner.constants
     places: list[tuple[Group, Region, str, tuple[Tensor, ...]]] = []
     for g in groups:
         region = partitioner.region(g.nodes)
         text, tensors = numbered(region, strides, constants)
         # an operator may be the library's for its place in the graph: another kind, then
-        key = _key(f"library only\n{text}" if g.opaque else text, machine)
+        text = f"library only\n{text}" if g.opaque else text
+        key = _key(text if fewer_products else f"all products\n{text}", machine)
         places.append((g, region, key, tensors))
-    kinds, known = _kinds(places, strides, machine)
+    kinds, known = _kinds(places, partitioner, fewer_products)
     limits = _limits(kinds, known, [key for _, _, key, _ in places], most)
     written: dict[str, dict[int, Candidate] | Refusal] = {}
     for k, kind in kinds.items():
@@ -99,8 +102,8 @@ def find_units(
 
 def _kinds(
     places: Sequence[tuple[Group, Region, str, tuple[Tensor, ...]]],
-    strides: dict[Tensor, tuple[int, ...]],
-    machine: Machine,
+    partitioner: Partitioner,
+    fewer_products: bool,
 ) -> tuple[dict[str, _Kind], dict[str, Verdict]]:
     """The first region of each kind that kernels might run, and the stored verdicts."""
     kinds: dict[str, _Kind] = {}
@@ -111,10 +114,11 @@ def _kinds(
         verdict = load_verdict(key)
         if verdict is not None:
             known[key] = verdict
-        if verdict is not None and verdict.kind == "library":
+        if verdict is not None and verdict.kind != "kernel":
             kinds[key] = _Kind(region, tensors, ())
             continue
-        ways = variants(region, strides, machine)
+        p = partitioner
+        ways = variants(region, p.strides, p.constants, p.machine, fewer_products)
         match ways:
             case Refusal():
                 kinds[key] = _Kind(region, tensors, (), ways)

@@ -14,7 +14,7 @@ from onchip.fusion.refusal import Rule
 from onchip.ir.expr import reduces
 from onchip.ir.graph import Node
 from onchip.planning.assess import EAGER, FUSED, Compiled, Measured
-from onchip.planning.plan import KernelStep
+from onchip.planning.plan import CallStep, KernelStep, LibraryStep
 from onchip.report.report import (
     CompileSummary,
     LaunchCost,
@@ -92,7 +92,8 @@ def _rows(
     compiled: Compiled, measured: Measured | None, ceilings: Ceilings | None
 ) -> Iterator[tuple[KernelRow, Totals]]:
     """One row for each launch, in execution order; views launch nothing."""
-    ledger = Ledger(_shipped(compiled).graph)
+    layouts = compiled.planned.plan.layouts if compiled.outcome.form == FUSED else None
+    ledger = Ledger(_shipped(compiled).graph, layouts)
     folded = _folded(compiled)
     node_us = measured.node_us if measured else {}
     if compiled.outcome.form != FUSED:
@@ -101,8 +102,8 @@ def _rows(
                 yield _library_row(node, ledger, folded, node_us, ceilings)
         return
     own = {n.name: n for n in ledger.graph.nodes}  # planning may have put a copy in a node's place
-    for step, _, verdict, binary in compiled.planned.steps_of:
-        if not isinstance(step, KernelStep):
+    for step, unit, verdict, binary in compiled.planned.steps_of:
+        if isinstance(step, LibraryStep):
             node = own[step.node.name]
             if not ledger.is_free(node):
                 yield _library_row(node, ledger, folded, node_us, ceilings)
@@ -110,6 +111,11 @@ def _rows(
         nodes = tuple(own[n.name] for n in step.nodes)
         traffic = ledger.kernel(nodes)
         row = _row(step.name, nodes, traffic, ledger, folded, ceilings)
+        if isinstance(step, CallStep):
+            alone = verdict is not None and step.nodes == unit.region.nodes
+            us = verdict.onednn_us if verdict is not None and alone else None
+            yield replace(row, choice=step.call.target, measured_us=us), traffic.totals
+            continue
         choice = next(iter(verdict.times_us), "") if verdict else ""
         if verdict is not None and verdict.times_us:
             choice = min(verdict.times_us, key=verdict.times_us.__getitem__)
@@ -200,12 +206,18 @@ def _ledger(compiled: Compiled) -> Iterator[LedgerEntry]:
         yield LedgerEntry("batch_norm_folded", e.nodes[0], e.text)
     if compiled.outcome.form != FUSED:
         return
-    ledger = Ledger(compiled.captured.graph)
+    ledger = Ledger(compiled.captured.graph, compiled.planned.plan.layouts)
     own = {n.name: n for n in ledger.graph.nodes}
     for step, unit, verdict, _ in compiled.planned.steps_of:
-        if not isinstance(step, KernelStep):
+        if isinstance(step, LibraryStep):
             continue
-        stored = unit.candidates[verdict.index].stored if verdict else frozenset()
+        stored = frozenset()
+        if verdict is not None and isinstance(step, KernelStep):
+            chosen = unit.candidates[verdict.index]
+            stored = chosen.stored
+            if chosen.fewer_products:
+                text = "3-tap filters in Winograd's form: differences of inputs are multiplied"
+                yield LedgerEntry("winograd", ", ".join(n.name for n in step.nodes), text)
         kept = [
             t for t, _ in ledger.kernel(own[n.name] for n in step.nodes).on_chip if t not in stored
         ]
@@ -213,7 +225,8 @@ def _ledger(compiled: Compiled) -> Iterator[LedgerEntry]:
             names = ", ".join(t.name for t in halves)
             text = f"stays in float32 instead of being rounded to {halves[0].dtype.label}"
             yield LedgerEntry("rounding_removed", names, text)
-        sums = [n.name for n in step.nodes if _sums(n)]
+        # oneDNN computes eager's sums too
+        sums = [n.name for n in step.nodes if _sums(n) and isinstance(step, KernelStep)]
         if sums:
             yield LedgerEntry(
                 "reassociated", ", ".join(sums), "sums are added in another order than eager's"

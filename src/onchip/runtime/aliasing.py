@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from onchip.capture import schema
 from onchip.capture.captured import Captured, Result
 from onchip.ir.expr import Tensor
-from onchip.planning.plan import KernelStep, LibraryStep, Plan
+from onchip.planning.plan import CallStep, KernelStep, LibraryStep, Plan
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -41,8 +41,7 @@ def analyse(captured: Captured, plan: Plan) -> Memory:
     escaping = {x for t in computed for x in roots.get(t, {t})} & set(written)
     alive = dict(written)
     for k, step in enumerate(plan.steps):
-        used = step.inputs if isinstance(step, KernelStep) else step.node.inputs
-        for t in used:
+        for t in step.inputs:
             alive.update((x, k) for x in roots.get(t, {t}) if x in alive)
     end = len(plan.steps)
     for m in graph.mutations:
@@ -62,8 +61,8 @@ def storage_roots(plan: Plan) -> dict[Tensor, set[Tensor]]:
     roots: dict[Tensor, set[Tensor]] = {}
     for step in plan.steps:
         match step:
-            case KernelStep(outputs=outputs):
-                roots.update((t, {t}) for t in outputs)
+            case KernelStep() | CallStep():
+                roots.update((t, {t}) for t in step.outputs)
             case LibraryStep(node=node):
                 shared = {node.results[0]} if node.results else set()
                 if schema.aliases(node.call.target):

@@ -12,7 +12,7 @@ from onchip.capture import schema
 from onchip.capture.captured import Captured, Result
 from onchip.fusion.layout import captured_strides, contiguous
 from onchip.ir.expr import Tensor
-from onchip.planning.plan import Derived, KernelStep, LibraryStep, Plan
+from onchip.planning.plan import CallStep, Derived, KernelStep, LibraryStep, Plan
 from onchip.runtime.aliasing import Memory, analyse
 from onchip.runtime.arena import ArenaPool, Buffer, OutputPool, View, plan_offsets
 
@@ -23,7 +23,8 @@ def torch_dtype(t: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Executable:
-    """`run(inputs, tensors, pointers, derived_pointers, arena)` gives the flat results."""
+    """`run(inputs, tensors, pointers, derived, derived_pointers, arena)` gives the flat results;
+    `constants` and `derived` say what the middle four are of."""
 
     run: Callable[..., list[torch.Tensor]]
     source: str
@@ -98,6 +99,9 @@ class _Writer:
         match x:
             case Tensor():
                 return self.names[x]
+            case Derived():
+                self.derived.append(x)
+                return f"t[{len(self.derived) - 1}]"
             case bool() | int() | str() | None:
                 return repr(x)
             case list() if any(isinstance(y, (Tensor, list, tuple)) for y in x):
@@ -126,12 +130,14 @@ class _Writer:
             match step:
                 case LibraryStep():
                     self.library(step)
+                case CallStep():
+                    self.call(step)
                 case KernelStep():
                     self.kernel(step)
             self.release(k)
         self.finish()
         unpack = "".join(f"i{i}, " for i in range(len(self.graph.inputs)))
-        head = ["def run(inputs, w, p, d, arena):"]
+        head = ["def run(inputs, w, p, t, d, arena):"]
         head += [f"    {unpack}= inputs"] if unpack else []
         source = "\n".join([*head, *("    " + x for x in self.lines)]) + "\n"
         exec(compile(source, "<onchip program>", "exec"), self.globals)
@@ -173,6 +179,14 @@ class _Writer:
                 if t is not None:
                     self.lines.append(f"{self.names[t]} = r[{i}]")
             self.lines.append("r = None")
+
+    def call(self, step: CallStep) -> None:
+        op = self.constant(schema.overload(step.call.target))
+        args = ", ".join(self.value(a) for a in step.call.args)
+        name = self.names[step.output] = self.fresh()
+        self.lines.append(f"{name} = {op}({args})  # {step.name}, {step.call.target}")
+        # the nodes' own calls might have given another layout: what reads it relies on the plan's
+        self.require_strides(step.output)
 
     def kernel(self, step: KernelStep) -> None:
         for t in step.inputs:
@@ -282,12 +296,7 @@ def _extent_bytes(t: Tensor, strides: tuple[int, ...]) -> int:
 def _last_uses(plan: Plan) -> dict[Tensor, int]:
     last: dict[Tensor, int] = {}
     for k, step in enumerate(plan.steps):
-        match step:
-            case LibraryStep(node=node):
-                used = (*node.inputs, *node.results)
-            case KernelStep(inputs=inputs, outputs=outputs):
-                used = (*inputs, *outputs)
-        last.update((t, k) for t in used)
+        last.update((t, k) for t in (*step.inputs, *step.outputs))
     return last
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from onchip.capture import schema
+from onchip.analysis.traffic import Ledger
 from onchip.capture.captured import TENSOR, Captured
 from onchip.capture.containers import flatten, rebuild
 from onchip.capture.template import Templates
@@ -49,11 +49,6 @@ class Specialisation:
     def writes(self) -> bool:
         return bool(self.mutated or self.mutated_constants)
 
-    @property
-    def launches(self) -> int:
-        """Kernels and library calls of one call; views launch nothing."""
-        return sum(1 for s in self.plan.steps if isinstance(s, KernelStep) or _launches(s))
-
     def inputs(self, leaves: Sequence[Any]) -> Sequence[torch.Tensor]:
         return leaves if self.positions is None else [leaves[i] for i in self.positions]
 
@@ -64,7 +59,9 @@ class Specialisation:
         pool = exe.arenas
         arena = pool.take() if pool is not None else None
         try:
-            flat = exe.run(inputs, now.tensors, now.pointers, now.derived_pointers, arena)
+            flat = exe.run(
+                inputs, now.tensors, now.pointers, now.derived, now.derived_pointers, arena
+            )
         finally:
             if pool is not None and arena is not None:
                 pool.give(arena)
@@ -95,22 +92,27 @@ class EagerCall:
         return self.calls_left is not None and self.calls_left <= 0
 
 
-def _launches(step: LibraryStep) -> bool:
-    return not schema.is_view(step.node.call.target)
+def count_launches(captured: Captured, plan: Plan) -> int:
+    """Kernels and library calls of one call; views launch nothing."""
+    ledger = Ledger(captured.graph, plan.layouts)
+    free = {n.name for n in captured.graph.nodes if ledger.is_free(n)}
+    return sum(not (isinstance(s, LibraryStep) and s.node.name in free) for s in plan.steps)
 
 
 class Program:
     """A callable with the model's own signature, outputs, aliasing and mutations.
 
     notes      why something ran in eager mode, once each
-    launches   kernel launches of one call of the latest specialisation
+    launches   kernels and library calls that one call of the latest specialisation starts; if the
+               original module runs, its operators; None if it could not be captured
     describe   makes the report, from `compiled`: the books of the latest specialisation (both
                set by onchip.api)
     Raises InputError (arguments that do not fit the model's signature), CaptureError (a new
     combination of inputs can't be captured), and whatever eager raises.
     Thread-safe. Other shapes, strides, dtypes, training flags, hooks or attributes give a new
-    specialisation by themselves; weights may change freely. After writing weights behind
-    PyTorch's back (`.data`, numpy), call `refresh()`.
+    specialisation by themselves; weights may change freely. Small writes to weights that PyTorch
+    does not count (one row, through `.data` or numpy) may take 128 calls to be noticed (see
+    runtime/weights.py): call `refresh()` after them.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class Program:
         self.gate = Gate()
         self.clock = 0
         self.latest: Specialisation | None = None
+        self.running: tuple[Captured, Plan] | None = None
         self.describe: Callable[[], Any] | None = None
         self.compiled: list[Any] = []
         leaves, spec = _flatten_call(args, kwargs)
@@ -165,8 +168,8 @@ class Program:
     # -- facts
 
     @property
-    def launches(self) -> int:
-        return self.latest.launches if self.latest is not None else 0
+    def launches(self) -> int | None:
+        return None if self.running is None else count_launches(*self.running)
 
     @property
     def source(self) -> str:
@@ -196,10 +199,14 @@ class Program:
 
     def refresh(self) -> None:
         """Recompute everything derived from weights."""
-        for entries in self.table.values():
-            for e in entries:
-                if isinstance(e, Specialisation):
-                    e.weights.refresh()
+        with self.gate:
+            for key, entries in list(self.table.items()):
+                for e in list(entries):
+                    if isinstance(e, Specialisation):
+                        try:
+                            e.weights.refresh()
+                        except Stale:
+                            self._drop(key, e)
 
     # -- dispatch
 
@@ -280,7 +287,9 @@ class Program:
         except CaptureError as error:
             if self.settings.uncapturable == "raise":
                 raise
+            self.running = None
             return EagerCall(str(error), state, ambient)
+        self.running = captured, plan
         if captured.python_state:
             names = ", ".join(captured.python_state[:3])
             reason = f"forward() changes Python attributes of the model ({names}); it runs eagerly"
@@ -291,6 +300,7 @@ class Program:
         inputs = entry.inputs(leaves)
         if any(0 in inputs[i].stride() and inputs[i].numel() > 1 for i in entry.mutated):
             reason = "an input that the model writes overlaps itself: the original module runs"
+            self.running = captured, Plan(tuple(LibraryStep(n) for n in captured.graph.nodes))
             return EagerCall(reason, state, ambient)
         self.latest = entry
         return entry

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from onchip.capture.captured import Prepare, Slot
 from onchip.ir.expr import Tensor
 from onchip.planning.plan import Derived
+from onchip.runtime.fingerprint import Fingerprint
 
 
 class Stale(Exception):
@@ -26,9 +28,11 @@ class Snapshot:
     pointers: list[int]
     derived: list[torch.Tensor]
     derived_pointers: list[int]
-    # per slot: (dict that holds it, its name, tensor, data_ptr, version or None)
+    # per slot: (dict that holds it, its name, tensor, data_ptr)
     checks: list[tuple[dict[str, Any], str, torch.Tensor, int]]
+    # of what derived values were computed from
     versions: list[tuple[torch.Tensor, int]]
+    fingerprint: Fingerprint
 
 
 def _layout(t: torch.Tensor) -> tuple[Any, ...]:
@@ -38,9 +42,18 @@ def _layout(t: torch.Tensor) -> tuple[Any, ...]:
 class Weights:
     """Constants of one specialisation.
 
-    A constant is known by its tensor object, its data pointer and, where something was computed
-    from it, its version counter. Writes that PyTorch does not count (through `.data` or numpy)
-    are not seen: `refresh()` recomputes everything.
+    Values that kernels read as they are need no check. Of the others, those that something was
+    computed from (a packed panel, a folded norm), a change is noticed
+
+    - by the next call, if the tensor or its memory was replaced, or it was written by an operator
+      that PyTorch counts; or if an uncounted write (through `.data`, numpy, another process)
+      changed every element, or every element of a quarter of its memory in one run, or any of the
+      words that each call compares (fingerprint.py);
+    - by the 128th call (fingerprint.CALLS) of this specialisation in any case, but for a collision
+      of 64-bit hashes (32-bit without a compiler).
+
+    What one noticed change leads to is a comparison of everything: a step of an optimizer is seen
+    whole if it is seen at one place. `refresh()` recomputes everything, and leaves no doubt.
     """
 
     def __init__(
@@ -48,8 +61,10 @@ class Weights:
     ) -> None:
         self.slots, self.prepare, self.derived = slots, prepare, derived
         self.order = [*slots, *(t for p in prepare for t in p.outputs)]
-        self.sources = {s for d in (*prepare, *derived) for s in d.sources} & set(slots)
+        used = {s for d in (*prepare, *derived) for s in d.sources}
+        self.sources = [t for t in slots if t in used]
         self.lock = threading.Lock()
+        self.calls = itertools.count()
         self.layouts = {t: _layout(s.fetch()) for t, s in slots.items()}
         self.parameters = [s for s in slots.values() if s.kind == "parameter"]
         self.snapshot = self._compute(None)
@@ -63,7 +78,7 @@ class Weights:
         for tensor, version in now.versions:
             if tensor._version != version:
                 return self._update()
-        return now
+        return now if now.fingerprint.holds(next(self.calls)) else self._update()
 
     def refresh(self) -> None:
         """Recompute every derived value."""
@@ -80,6 +95,11 @@ class Weights:
 
     def _compute(self, old: Snapshot | None) -> Snapshot:
         values, changed = self._fetch(old)
+        # taken before anything is computed: what is written meanwhile is noticed by the next call
+        versions = self._versions(values)
+        fingerprint = Fingerprint([values[t] for t in self.sources])
+        if old is not None:
+            changed |= {self.sources[i] for i in fingerprint.changed(old.fingerprint)}
         with torch.no_grad():
             for p in self.prepare:
                 if old is not None and changed.isdisjoint(p.sources):
@@ -96,11 +116,12 @@ class Weights:
             ]
         tensors = [values[t] for t in self.order]
         return Snapshot(
-            values, tensors, [t.data_ptr() for t in tensors],
-            derived, [t.data_ptr() for t in derived], self._checks(values), self._versions(values),
+            values, tensors, [t.data_ptr() for t in tensors], derived,
+            [_pointer(t) for t in derived], self._checks(values), versions, fingerprint,
         )  # fmt: skip
 
     def _fetch(self, old: Snapshot | None) -> tuple[dict[Tensor, torch.Tensor], set[Tensor]]:
+        """The live values, and which of them are another tensor or counted a write."""
         values: dict[Tensor, torch.Tensor] = {}
         changed: set[Tensor] = set()
         previous = dict(zip(self.order, old.pointers, strict=True)) if old else {}
@@ -133,3 +154,8 @@ class Weights:
 
 def _version(t: torch.Tensor) -> int:
     return 0 if t.is_inference() else t._version
+
+
+def _pointer(t: torch.Tensor) -> int:
+    """Where a derived value lies; 0 for one in oneDNN's own layout, which has no address."""
+    return 0 if t.is_mkldnn else t.data_ptr()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 
 from onchip.backends.cpp import spelling
+from onchip.backends.cpp.first_read import stored_by_reader
 from onchip.backends.cpp.loops import emit_stage, lay_out_constants
+from onchip.backends.cpp.margins import Margin, fill_margin, margins_of
 from onchip.backends.cpp.pack import packed_right_floats
 from onchip.backends.cpp.product import emit_product, workspace_call
 from onchip.backends.cpp.roles import (
@@ -18,11 +20,16 @@ from onchip.backends.cpp.roles import (
 )
 from onchip.backends.cpp.writer import Buffer, Writer
 from onchip.fusion.layout import contiguous
-from onchip.fusion.nest import Nest, Stage
+from onchip.fusion.nest import Nest, Span, Stage
 from onchip.fusion.refusal import Refusal, Rule
-from onchip.ir.expr import Load, Tensor, loads
+from onchip.ir.expr import Load, Tensor, loads, reduces
 
 Strides = tuple[int, ...]
+
+# Elements a thread is handed at once, at least (handing out costs a tenth of a microsecond), while
+# there are this many pieces to share between the threads.
+GRAIN = 1 << 14
+LEAST_PIECES = 64
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -58,30 +65,33 @@ def emit_kernel(
     comment: str,
     late: frozenset[Tensor] = frozenset(),
 ) -> KernelSource | Refusal:
-    """C++ source of the nests, run one after the other. `strides`: elements, for every tensor
-    that is an input or output."""
+    """C++ source of the nests and the phases before each, run one after the other. `strides`:
+    elements, for every tensor that is an input or output."""
+    nests = tuple(phase for nest in nests for phase in nest.phases)
     produced = [st.tensor for nest in nests for st in nest.stages if st.placement == "global"]
+    shared = [st.tensor for nest in nests for st in nest.stages if st.placement == "shared"]
     scratch = {st.tensor for nest in nests for st in nest.stages if st.placement == "scratch"}
+    inside = {*produced, *shared, *scratch}
     reads = dict.fromkeys(
         ld.src
         for nest in nests
         for st in nest.stages
         for ld in loads(st.staged.body)
-        if ld.src not in scratch and ld.src not in produced
+        if ld.src not in inside
     )
     buffers: dict[Tensor, Buffer] = {}
     for n, t in enumerate(reads):
         buffers[t] = Buffer(f"in{n}", t.dtype, strides[t])
     for n, t in enumerate(produced):
-        buffers[t] = Buffer(f"out{n}", t.dtype, strides[t], level=3)
+        buffers[t] = Buffer(f"out{n}", t.dtype, strides[t])
+    for n, t in enumerate(shared):
+        buffers[t] = Buffer(f"shared{n}", t.dtype, contiguous(t.shape))
     w = Writer(buffers)
+    _allocate_shared(w, shared)
     panels: list[Panels] = []
-    most_scratch = 0
-    for nest in nests:
-        size = _emit_nest(w, nest, strides, constants, options, panels)
-        if isinstance(size, Refusal):
-            return size
-        most_scratch = max(most_scratch, size)
+    most_scratch = _emit_nests(w, nests, strides, constants, options, panels)
+    if isinstance(most_scratch, Refusal):
+        return most_scratch
     used = _used_inputs(list(reads), nests, panels)
     used.sort(
         key=lambda t: t in late or t in w.laid_out
@@ -136,6 +146,58 @@ def _assemble(w: Writer, used, panels, produced, buffers, comment: str) -> str:
     return "\n".join(head + ["  " + b for b in body] + ["}", ""])
 
 
+def _emit_nests(
+    w: Writer,
+    nests: tuple[Nest, ...],
+    strides: dict[Tensor, Strides],
+    constants: frozenset[Tensor],
+    options: KernelOptions,
+    panels: list[Panels],
+) -> int | Refusal:
+    """All phases, inside one parallel region; returns the bytes of one thread's scratch."""
+    several = len(nests) > 1
+    parallel = options.parallel and any(nest.tiles > 1 for nest in nests)
+    w.open("#pragma omp parallel reduction(|:status)\n" if parallel else "", {})
+    most = 0
+    for nest in nests:
+        if several:
+            w.open("", {})
+        size = _emit_nest(
+            w, nest, strides, constants, options, panels, _work_sharing(nest, nests, parallel)
+        )
+        if isinstance(size, Refusal):
+            return size
+        most = max(most, size)
+        if several:
+            for st in nest.stages:  # complete: the later phases may read it before their loops
+                w.buffers[st.tensor].level = w.depth
+            w.close()
+    w.close()
+    return most
+
+
+def _work_sharing(nest: Nest, nests: tuple[Nest, ...], parallel: bool) -> str:
+    """How the threads share the tiles of a phase. Before the next one they wait for each other."""
+    if not parallel:
+        return ""
+    wait = " nowait" if nest is nests[-1] else ""
+    if nest.tiles > 1:
+        several = _tiles_at_once(nest)
+        chunk = f", {several}" if several > 1 else ""
+        return f"#pragma omp for schedule(dynamic{chunk}){wait}\n"
+    return f"#pragma omp single{wait}\n"
+
+
+def _tiles_at_once(nest: Nest) -> int:
+    """Tiles handed to a thread together: a few microseconds of work, but always pieces enough."""
+    work = sum(
+        prod(sp.extent for sp in st.spans)
+        * max((prod(a.extent for a in r.axes) for r in reduces(st.staged.body)), default=1)
+        for st in nest.stages
+    )
+    return max(min(GRAIN // max(work, 1), nest.tiles // LEAST_PIECES), 1)
+
+
 def _emit_nest(
     w: Writer,
     nest: Nest,
@@ -143,25 +205,23 @@ def _emit_nest(
     constants: frozenset[Tensor],
     options: KernelOptions,
     panels: list[Panels],
+    sharing: str,
 ) -> int | Refusal:
-    sizes, bytes_ = _scratch_plan(nest, strides)
-    tiles = nest.tiles
-    parallel = options.parallel and tiles > 1
-    if parallel:
-        w.open("#pragma omp parallel reduction(|:status)\n", {})
-    else:
-        w.open("", {})
-    w.levels[-1].head = w.levels[-1].head.rstrip("\n") + ("\n" if parallel else "")
+    margins = margins_of(nest)
+    sizes, bytes_ = _scratch_plan(nest, strides, margins)
     allocation = w.depth
     for t, (_, inner) in sizes.items():
-        w.buffers[t] = Buffer(
-            w.fresh(f"tile_{_identifier(t)}_"), t.dtype, inner, _origins(nest, t), level=3
-        )
+        name = w.fresh(f"tile_{_identifier(t)}_")
+        origins = tuple(sp.origin for sp in _scratch_box(nest, t, margins))
+        w.buffers[t] = Buffer(name, t.dtype, inner, origins, margin=t in margins)
+    for st in nest.stages:  # results of a tile are read no further out
+        w.buffers[st.tensor].level = allocation + 2
     loop = w.fresh("tile")
-    schedule = "#pragma omp for schedule(dynamic) nowait\n" if parallel else ""
-    w.open(f"{schedule}for (int64_t {loop} = 0; {loop} < {tiles}l; ++{loop})", {})
+    w.open(f"{sharing}for (int64_t {loop} = 0; {loop} < {nest.tiles}l; ++{loop})", {})
     _bind_tile(w, nest, loop)
-    w.open("", {})  # level 3: results of this tile are read no further out
+    w.open("", {})
+    for t, margin in margins.items():
+        fill_margin(w, t, margin, w.buffers[t])
     extra = _emit_stages(w, nest, constants, options, panels)
     if isinstance(extra, Refusal):
         return extra
@@ -170,8 +230,21 @@ def _emit_nest(
     if options.stream:
         w.line("onchip::stream_fence();")
     _allocate(w, allocation, nest, sizes, bytes_, extra)
-    w.close()
     return bytes_
+
+
+def _allocate_shared(w: Writer, shared: list[Tensor]) -> None:
+    """What one phase hands on to the next, in memory of the thread that calls the kernel."""
+    offset = 0
+    lines = []
+    for t in shared:
+        kind, name = spelling.STORAGE[t.dtype], w.buffers[t].pointer
+        lines.append(f"{kind}* const {name} = ({kind}*)(workspace + {offset});")
+        offset += -(-t.nbytes // 64) * 64
+    if lines:
+        w.line(f"char* const workspace = onchip::workspace({offset}l);")
+    for line in lines:
+        w.line(line)
 
 
 def _emit_stages(
@@ -186,9 +259,13 @@ def _emit_stages(
     ]
     plain = [st for st, product in zip(nest.stages, products, strict=True) if product is None]
     lay_out_constants(w, plain, constants)
+    by_reader = stored_by_reader(nest.stages)
     for st, target, product in zip(nest.stages, targets, products, strict=True):
         if product is not None and not columns_aligned(st, product):
             return Refusal(Rule.CONTRACTION_FORM, st.tensor.name, "a tile cuts a column panel")
+        if st.tensor in by_reader:
+            continue
+        w.on_first_read = {x.tensor: x.staged for x in nest.stages if by_reader.get(x.tensor) is st}
         w.open("", {})
         if product is None:
             emit_stage(w, st, target, options.stream and st.placement == "global")
@@ -234,19 +311,22 @@ def _bind_tile(w: Writer, nest: Nest, loop: str) -> None:
         w.where[name] = w.depth
 
 
-def _origins(nest: Nest, t: Tensor) -> tuple:
-    stage = next(s for s in nest.stages if s.tensor is t)
-    return tuple(sp.origin for sp in stage.box)
+def _scratch_box(nest: Nest, t: Tensor, margins: dict[Tensor, Margin]) -> tuple[Span, ...]:
+    if t in margins:
+        return margins[t].box
+    return next(s for s in nest.stages if s.tensor is t).box
 
 
-def _scratch_plan(nest: Nest, strides) -> tuple[dict[Tensor, tuple[int, Strides]], int]:
+def _scratch_plan(
+    nest: Nest, strides, margins: dict[Tensor, Margin]
+) -> tuple[dict[Tensor, tuple[int, Strides]], int]:
     """Byte offset and strides of every scratch tensor's box, in the tensor's own layout order."""
     out: dict[Tensor, tuple[int, Strides]] = {}
     offset = 0
     for st in nest.stages:
         if st.placement != "scratch":
             continue
-        extents = [sp.extent for sp in st.box]
+        extents = [sp.extent for sp in _scratch_box(nest, st.tensor, margins)]
         like = st.staged.layout or strides.get(st.tensor, contiguous(st.tensor.shape))
         order = sorted(range(len(extents)), key=lambda d: (-like[d], d))
         step, inner = 1, [0] * len(extents)

@@ -12,6 +12,7 @@ from onchip.backends.cpp.reduce import (
     order_axes,
     unrolled,
 )
+from onchip.backends.cpp.window import emit_window, find_window
 from onchip.backends.cpp.writer import Buffer, Writer, stride_along
 from onchip.fusion.nest import Span, Stage
 from onchip.ir.dtype import DType
@@ -43,13 +44,18 @@ def emit_stage(w: Writer, stage: Stage, target: Buffer, stream: bool = False) ->
         (a for a in s.loops if a is not v),
         key=lambda a: -abs(stride_along(s.store, target.strides, a) or 0),
     )
+    window = None
+    if v is not None and outer and not stream:
+        window = find_window(w, stage, target, v, outer[-1])
     opened = 0
-    for a in outer:
+    for a in outer[:-1] if window else outer:
         lo, hi = limits[a]
         name = w.fresh("i")
         w.open(loop_head(name, lo, hi), {a: name})
         opened += 1
-    if v is None:
+    if v is not None and window is not None:
+        emit_window(w, stage, target, window, v, limits)
+    elif v is None:
         value = w.value(s.body)
         _, _, place = w.address(s.tensor, s.store, target)
         w.line(f"{place} = {spelling.store(value, target.dtype)};")

@@ -114,7 +114,7 @@ def bind_rows(w: Writer, names: dict[Axis, str]) -> None:
 def direct_form(product: Product, buffers: dict[Tensor, Buffer]) -> tuple[Load, int] | None:
     """The left operand as a plain load whose K elements are contiguous, and the distance between
     neighbouring rows (0 if it varies)."""
-    left = _plain_load(product)
+    left = _plain_load(product, buffers)
     if left is None:
         return None
     strides = buffers[left.src].strides
@@ -174,14 +174,15 @@ def left_operand(
     return f"onchip::packed_rows({name})", 0
 
 
-def _plain_load(product: Product) -> Load | None:
-    """The left operand as a float load that never leaves its tensor."""
+def _plain_load(product: Product, buffers: dict[Tensor, Buffer]) -> Load | None:
+    """The left operand as a float load that never leaves its tensor's memory."""
     left = product.left
     if not isinstance(left, Load) or left.src.dtype is not DType.F32:
         return None
     for i, n in zip(left.index, left.src.shape, strict=True):
         lo, hi = bounds(i)
-        if lo < 0 or hi >= n or not is_linear(i):
+        outside = lo < 0 or hi >= n
+        if (outside and not buffers[left.src].margin) or not is_linear(i):
             return None
     return left
 
@@ -190,7 +191,7 @@ def _copy_run(
     product: Product, buffers: dict[Tensor, Buffer]
 ) -> tuple[Load, tuple[Axis, ...], int] | None:
     """A plain load whose innermost K axes are contiguous: (load, outer K axes, run in floats)."""
-    left = _plain_load(product)
+    left = _plain_load(product, buffers)
     if left is None:
         return None
     strides = buffers[left.src].strides

@@ -21,8 +21,11 @@ from onchip.ir.expr import (
 
 UNROLL_LIMIT = 64  # window taps written out one by one
 SUM_BLOCK = 1024  # floats added in float32 before the sum goes on in float64
-LANES = 32
 
+# The vector reduction of each monoid; the largest of truth values is their disjunction.
+_OPERATOR = {"sum": "+", "prod": "*", "any": "|", "all": "&", "max": "|", "min": "&"}
+# Integers of the width of a float's lane.
+_LANE_MASK = {DType.F32: "int32_t", DType.F64: "int64_t"}
 _AS_CALL = {"sum": "add", "prod": "mul", "max": "maximum", "min": "minimum"}
 _AS_CALL |= {"any": "logical_or", "all": "logical_and"}
 
@@ -86,21 +89,28 @@ def _folded(w: Writer, e: Reduce) -> str:
     wide = "double" if e.monoid == "sum" and e.dtype is DType.F32 else kind
     total = w.fresh("total")
     w.line(f"{wide} {total} = {spelling.identity(e.monoid, e.dtype)};")
+    extreme = e.monoid in ("max", "min") and e.dtype is not DType.BOOL
+    if extreme and e.dtype.is_float:
+        w.line(f"{_LANE_MASK[e.dtype]} {total}_nan = 0;")
     *outer, inner = order_axes(w, e)
     for a in outer:
         name = w.fresh("r")
         w.open(loop_head(name, "0", f"{a.extent}l"), {a: name})
-    if e.monoid in ("max", "min"):
-        _fold_lanes(w, e, inner, total, kind)
+    if extreme:
+        _fold_extreme(w, e, inner, total)
     else:
         _fold_blocks(w, e, inner, total, kind)
     for _ in outer:
         w.close()
-    if wide == kind:
-        return total
-    result = w.fresh()
-    w.line(f"const {kind} {result} = {kind}({total});")
-    return result
+    if extreme and e.dtype.is_float:
+        return _named(w, kind, f"{total}_nan ? {kind}(NAN) : {total}")
+    return total if wide == kind else _named(w, kind, f"{kind}({total})")
+
+
+def _named(w: Writer, kind: str, text: str) -> str:
+    name = w.fresh()
+    w.line(f"const {kind} {name} = {text};")
+    return name
 
 
 def _fold_blocks(w: Writer, e: Reduce, inner: Axis, total: str, kind: str) -> None:
@@ -115,7 +125,7 @@ def _fold_blocks(w: Writer, e: Reduce, inner: Axis, total: str, kind: str) -> No
     else:
         w.open("", {})
     w.line(f"{kind} {part} = {spelling.identity(e.monoid, e.dtype)};")
-    operator = {"sum": "+", "prod": "*", "any": "|", "all": "&"}[e.monoid]
+    operator = _OPERATOR[e.monoid]
     w.line(f"const int64_t {part}_end = {hi};")
     simd = f"#pragma omp simd reduction({operator}:{part})\n"
     w.open(simd + loop_head(name, lo, f"{part}_end"), {inner: name})
@@ -126,33 +136,20 @@ def _fold_blocks(w: Writer, e: Reduce, inner: Axis, total: str, kind: str) -> No
     w.close()
 
 
-def _fold_lanes(w: Writer, e: Reduce, inner: Axis, total: str, kind: str) -> None:
-    """max and min propagate NaN, which no vector reduction clause knows: keep LANES results."""
-    lane, name, j = w.fresh("lane"), w.fresh("r"), w.fresh("j")
-    n = inner.extent
-    whole = n // LANES * LANES
-    combine = spelling.combine
-    if whole:
-        w.line(f"{kind} {lane}[{LANES}];")
-        fill = spelling.identity(e.monoid, e.dtype)
-        w.line(f"for (int {j} = 0; {j} < {LANES}; ++{j}) {lane}[{j}] = {fill};")
-        w.open(loop_head(f"{name}b", "0", f"{whole}l", str(LANES)), {})
-        w.open(f"{SIMD}for (int64_t {j} = 0; {j} < {LANES}; ++{j})", {})
-        w.line(f"const int64_t {name} = {name}b + {j};")
-        w.levels[-1].bound[inner] = name
-        w.where[name] = w.depth
-        value = w.value(e.body)
-        w.line(f"{lane}[{j}] = {combine(e.monoid, f'{lane}[{j}]', value, e.dtype)};")
-        w.close()
-        w.close()
-        step = combine(e.monoid, total, f"{lane}[{j}]", e.dtype)
-        w.line(f"for (int {j} = 0; {j} < {LANES}; ++{j}) {total} = {step};")
-    if whole < n:
-        tail = w.fresh("r")
-        w.open(loop_head(tail, f"{whole}l", f"{n}l"), {inner: tail})
-        value = w.value(e.body)
-        w.line(f"{total} = {combine(e.monoid, total, value, e.dtype)};")
-        w.close()
+def _fold_extreme(w: Writer, e: Reduce, inner: Axis, total: str) -> None:
+    """max and min as a vector reduction. One instruction folds numbers and drops NaN, so NaN is
+    remembered beside (`nan`, as wide as the lanes; integers have none)."""
+    name, nan = w.fresh("r"), f"{total}_nan"
+    sign = ">" if e.monoid == "max" else "<"
+    simd = f"#pragma omp simd reduction({e.monoid}:{total})"
+    if e.body.dtype.is_float:
+        simd += f" reduction(|:{nan})"
+    w.open(simd + "\n" + loop_head(name, "0", f"{inner.extent}l"), {inner: name})
+    value = w.value(e.body)
+    w.line(f"{total} = {value} {sign} {total} ? {value} : {total};")
+    if e.body.dtype.is_float:
+        w.line(f"{nan} |= {value} != {value} ? -1 : 0;")
+    w.close()
 
 
 def _argument(w: Writer, e: Reduce) -> str:

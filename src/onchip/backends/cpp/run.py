@@ -16,10 +16,10 @@ from onchip.backends.scalar_numpy import round_bfloat16
 from onchip.errors import CompilerError
 from onchip.fusion.machine import Machine
 from onchip.fusion.nest import Nest
+from onchip.fusion.phases import nests_for
 from onchip.fusion.refusal import Refusal
 from onchip.fusion.region import Region
 from onchip.fusion.staging import stage
-from onchip.fusion.tiling import nests_for
 from onchip.ir.dtype import DType
 from onchip.ir.expr import Tensor
 from onchip.ir.graph import defined_by, reads

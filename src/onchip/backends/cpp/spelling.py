@@ -52,6 +52,13 @@ def constant(value: Number, dtype: DType) -> str:
     return f"{value_type(kind)}({text})"
 
 
+def bounded(fn: str, limit: Number | None, dtype: DType) -> str:
+    """maximum and minimum with a constant that is not NaN are one instruction."""
+    if limit is None or not dtype.is_float or math.isnan(limit):
+        return fn
+    return {"maximum": "at_least", "minimum": "at_most"}.get(fn, fn)
+
+
 def call(fn: str, args: list[str], dtype: DType, arg_dtype: DType) -> str:
     """One scalar function of C++ values; integer results wrap in their own type."""
     out = value_type(dtype)
@@ -68,7 +75,7 @@ def call(fn: str, args: list[str], dtype: DType, arg_dtype: DType) -> str:
         return f"(-{args[0]})" if dtype.is_float or dtype is DType.I64 else f"{out}(-{args[0]})"
     if fn == "where":
         return f"({args[0]} ? {args[1]} : {args[2]})"
-    if fn not in FUNCTIONS:
+    if fn not in FUNCTIONS and fn not in ("at_least", "at_most"):
         raise KeyError(f"no C++ spelling of {fn}")
     name = _RENAMED.get(fn, fn)
     return f"{out}(onchip::{name}({', '.join(args)}))"

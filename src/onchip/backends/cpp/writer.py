@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from onchip.backends.cpp import spelling
+from onchip.fusion.staging import Staged
 from onchip.ir.dtype import DType
 from onchip.ir.expr import (
     Axis,
@@ -23,7 +24,7 @@ from onchip.ir.expr import (
     substitute,
     walk,
 )
-from onchip.ir.index import UNKNOWN, bounds, linear, simplify
+from onchip.ir.index import UNKNOWN, bounds, linear, simplify, stride_along
 
 
 @dataclass(eq=False)
@@ -31,6 +32,7 @@ class Buffer:
     """Where a tensor's elements lie: element (i, j) at pointer[(i - origin_i) * stride_i + ...].
 
     level: the shallowest loop level at which it may be read (written by this kernel: the tile's).
+    margin: whatever is read out of bounds lies in memory as well, as padding.
     """
 
     pointer: str
@@ -38,6 +40,7 @@ class Buffer:
     strides: tuple[int, ...]
     origins: tuple[Expr | None, ...] = ()
     level: int = 0
+    margin: bool = False
 
 
 @dataclass(eq=False)
@@ -60,6 +63,7 @@ class Writer:
         self.count = 0
         self.vector_axis: Axis | None = None
         self.vector_chunk = 0
+        self.on_first_read: dict[Tensor, Staged] = {}  # what this stage must store
         self.pads: dict[tuple[str, str], str] = {}
         self.uses_status = False
         self.laid_out: set[Tensor] = set()
@@ -166,7 +170,9 @@ class Writer:
         arg_dtype = e.args[0].dtype if e.args else e.dtype
         if e.fn in spelling.INTEGER_DIVISIONS and e.dtype.is_int and len(e.args) == 2:
             self._check_divisor(e.args[1], args[1], level)
-        text = spelling.call(e.fn, args, e.dtype, arg_dtype)
+        limit = e.args[1].value if len(e.args) == 2 and isinstance(e.args[1], Const) else None
+        fn = spelling.bounded(e.fn, limit, e.dtype)
+        text = spelling.call(fn, args, e.dtype, arg_dtype)
         return self.define(e, text, spelling.value_type(e.dtype), level, (e.fn, e.dtype, *args))
 
     def _check_divisor(self, divisor: Expr, name: str, level: int) -> None:
@@ -177,6 +183,8 @@ class Writer:
     # ---- loads ---------------------------------------------------------------------------------
 
     def _load(self, e: Load) -> str:
+        if e.src in self.on_first_read:
+            return self._stored_first(e, self.on_first_read[e.src])
         buffer = self.buffers[e.src]
         condition = self._condition(e)
         index = e.index
@@ -188,11 +196,29 @@ class Writer:
         pad = spelling.constant(e.pad if e.pad is not None else 0, e.dtype)
         return self._guarded(e, buffer, index, condition, pad)
 
+    def _stored_first(self, e: Load, s: Staged) -> str:
+        """Compute the element and store it, in the innermost loop: later stages read it."""
+        name = self.value(substitute(s.body, dict(zip(s.loops, e.index, strict=True))))
+        _, _, place = self.address(e.src, e.index, self.buffers[e.src])
+        self.line(f"{place} = {name};")
+        self.levels[-1].values[e] = name
+        return name
+
     def _read(self, buffer: Buffer, place: str) -> str:
         return f"float({place})" if buffer.dtype.compute is not buffer.dtype else place
 
+    def in_memory(self, e: Load) -> bool:
+        """Whether all that a load reads lies in memory, at an index that is not read itself."""
+        if any(isinstance(x, Load) for i in e.index for x in walk(i)):
+            return False
+        inside = [bounds(i, self.env) for i in e.index]
+        plain = all(lo >= 0 and hi < n for (lo, hi), n in zip(inside, e.src.shape, strict=True))
+        return e.src not in self.on_first_read and (plain or self.buffers[e.src].margin)
+
     def _condition(self, e: Load) -> str | None:
         """Conjunction of the bounds that can't be proved; each part at its own level."""
+        if self.buffers[e.src].margin:
+            return None
         parts: list[str] = []
         for i, n in zip(e.index, e.src.shape, strict=True):
             if any(isinstance(x, Load) for x in walk(i)) and e.pad is None:
@@ -224,13 +250,15 @@ class Writer:
             name = self.value(atom)
             level = self.level_of_name(name)
             by_level.setdefault(level, []).append(name if c == 1 else f"{name} * {c}l")
-        text = f"{form.constant}l" if form.constant or not by_level else ""
+        text = ""
         level = buffer.level
         for n in sorted(by_level):
             if text and " " in text:
                 text = self.define(None, text, "int64_t", level)
             text = " + ".join(([text] if text else []) + by_level[n])
             level = max(n, level)
+        if form.constant or not by_level:  # last: neighbours share the rest, and it costs nothing
+            text += f"{' + ' if text else ''}{form.constant}l"
         return text, level, f"{buffer.pointer}[{text}]"
 
     def _guarded(
@@ -310,16 +338,3 @@ class _Named(Expr):
 
     def __init__(self, name: str) -> None:
         self.name = name
-
-
-def stride_along(index: tuple[Expr, ...], strides: tuple[int, ...], v: Axis) -> int | None:
-    """Elements between neighbours along an axis; None if that is not a constant."""
-    total = 0
-    for i, s in zip(index, strides, strict=True):
-        form = linear(i)
-        for atom, c in form.terms:
-            if atom is v:
-                total += c * s
-            elif not isinstance(atom, Axis) and v in mentioned(atom):
-                return None
-    return total

@@ -57,6 +57,8 @@ def emit_kernel(
 
 
 def _unsupported(nest: Nest, tensors: tuple[Tensor, ...], strides) -> Refusal | None:
+    if nest.before:
+        return Refusal(Rule.PHASES, nest.root.tensor.name, f"{len(nest.phases)} phases")
     for t in tensors:
         if t.dtype not in spelling.TYPES:
             return Refusal(Rule.UNSUPPORTED_DTYPE, t.name, f"{t.dtype.label} in Triton")

@@ -11,6 +11,7 @@
 
 #include "onchip/contract.h"
 #include "onchip/scalar.h"
+#include "onchip/window.h"
 
 namespace onchip {
 
@@ -23,16 +24,26 @@ struct Scratch {
     char* memory = nullptr;
     size_t size = 0;
     ~Scratch() { free(memory); }
+    char* at_least(size_t bytes) {
+        if (bytes > size) {
+            free(memory);
+            size = (bytes + 4095) / 4096 * 4096;
+            memory = (char*)aligned_alloc(4096, size);
+        }
+        return memory;
+    }
 };
 
 inline char* thread_scratch(size_t bytes) {
     static thread_local Scratch scratch;
-    if (bytes > scratch.size) {
-        free(scratch.memory);
-        scratch.size = (bytes + 4095) / 4096 * 4096;
-        scratch.memory = (char*)aligned_alloc(4096, scratch.size);
-    }
-    return scratch.memory;
+    return scratch.at_least(bytes);
+}
+
+// Memory of a kernel's partial results, of the thread that calls the kernel: all threads of the
+// kernel use it, which is why it is not that thread's scratch.
+inline char* workspace(size_t bytes) {
+    static thread_local Scratch shared;
+    return shared.at_least(bytes);
 }
 
 // Stores that bypass the caches, for results far larger than they are: the line is not read
@@ -80,5 +91,21 @@ struct PackedRows {
 };
 template <class F>
 PackedRows<F> packed_rows(F fill) { return {fill}; }
+
+// An epilogue that fetches the lines it will touch while the products before it are computed.
+template <class F, class G>
+struct Prefetching {
+    F finish;
+    G fetch;
+    __attribute__((always_inline)) void operator()(long m, int mcount, long n, int ncount,
+                                                   const float* tile, long ld) const {
+        finish(m, mcount, n, ncount, tile, ld);
+    }
+    __attribute__((always_inline)) void prefetch(long m, int mcount, long n, int) const {
+        fetch(m, mcount, n);
+    }
+};
+template <class F, class G>
+Prefetching<F, G> prefetching(F finish, G fetch) { return {finish, fetch}; }
 
 }  // namespace onchip

@@ -1,0 +1,101 @@
+"""Where a group of operators is cut in two when its fused kernel loses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from onchip.fusion.region import Region
+from onchip.ir.expr import Tensor
+from onchip.ir.graph import Node
+from onchip.planning.library import Step
+from onchip.planning.plan import CallStep
+from onchip.planning.tuner import Verdict
+
+# A group may be cut in two, and its parts once more.
+DEPTH = 2
+# A cut is tried if it could save this share of the group's time, and of the whole program's, and
+# taken if it saves the last: less is within the noise of measuring.
+LEAST_SHARE, LEAST_OF_PROGRAM, LEAST_GAIN = 0.1, 0.02, 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """first: places (in the region's order) of the operators of the first part; nbytes: what the
+    second part reads of it, written and read again, that would not be written otherwise."""
+
+    first: tuple[int, ...]
+    nbytes: int
+
+
+def cheapest_cut(
+    region: Region, onednn: Sequence[Step], launches: Callable[[Node], bool]
+) -> Cut | None:
+    """The legal cut with the fewest bytes over it; of equal ones, that right behind what oneDNN
+    computes in one call, then the most even one. None if one part would launch nothing.
+
+    Legal: nothing in the first part reads from the second. Then no order of the kernels is
+    impossible that was possible before, as no path leaves a region and comes back to it.
+    """
+    places = {n: i for i, n in enumerate(region.nodes)}
+    ends = [frozenset(s.nodes) for s in onednn if isinstance(s, CallStep)]
+    found: dict[frozenset[Node], tuple[int, bool, int]] = {}
+    for first in _closed(region):
+        second = [n for n in region.nodes if n not in first]
+        if not any(map(launches, first)) or not any(map(launches, second)):
+            continue
+        behind = any(e <= first and first <= _before(e, region) for e in ends)
+        found[first] = (_bytes(region, first), not behind, abs(len(second) - len(first)))
+    if not found:
+        return None
+    best = min(found, key=lambda f: (found[f], sorted(places[n] for n in f)))
+    return Cut(tuple(sorted(places[n] for n in best)), found[best][0])
+
+
+def _closed(region: Region) -> set[frozenset[Node]]:
+    """Sets of operators that read nothing from the rest: each operator with all before it in the
+    region's order, with only those that it needs, and all that do not need it."""
+    needs = _needs(region)
+    out: set[frozenset[Node]] = set()
+    for i, n in enumerate(region.nodes):
+        out.add(frozenset(region.nodes[: i + 1]))
+        out.add(frozenset({n, *needs[n]}))
+        out.add(frozenset(m for m in region.nodes if m is not n and n not in needs[m]))
+    return out - {frozenset(), frozenset(region.nodes)}
+
+
+def _needs(region: Region) -> dict[Node, set[Node]]:
+    """The operators of the region that each one reads from, directly or through others."""
+    producer = {t: n for n in region.nodes for t in n.results}
+    out: dict[Node, set[Node]] = {}
+    for n in region.nodes:
+        direct = {producer[t] for t in n.inputs if t in producer}
+        out[n] = direct.union(*(out[p] for p in direct))
+    return out
+
+
+def _before(end: frozenset[Node], region: Region) -> frozenset[Node]:
+    """The operators and everything that they need."""
+    needs = _needs(region)
+    return end.union(*(needs[n] for n in end))
+
+
+def _bytes(region: Region, first: frozenset[Node]) -> int:
+    made = {t for n in first for t in n.results}
+    read = {t for n in region.nodes if n not in first for t in n.inputs}
+    crossing: set[Tensor] = made & read
+    return sum(t.nbytes * (1 if t in region.outputs else 2) for t in crossing)
+
+
+def may_gain(verdict: Verdict, operators: int) -> float:
+    """Microseconds that a cut of this group could save at most, as far as is known: what the best
+    form takes beyond oneDNN's calls if there are any, else anything if the generated kernel lost.
+    0 if that is too little to try."""
+    best = verdict.best_us
+    if operators < 2 or best is None:
+        return 0.0
+    if verdict.calls_us is not None:
+        gain = best - verdict.calls_us
+    else:
+        gain = 0.0 if verdict.kind == "kernel" else best
+    return gain if gain >= LEAST_SHARE * best else 0.0

@@ -1,0 +1,346 @@
+"""Which form of a region is chosen, and where a group that loses is cut. Times are given, not
+taken, wherever the choice is the point."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from onchip.capture import capture
+from onchip.fusion.region import region_of
+from onchip.planning import decide, planner
+from onchip.planning.assess import Compiled, Outcome
+from onchip.planning.cut import cheapest_cut, may_gain
+from onchip.planning.decide import launches
+from onchip.planning.library import onednn_steps, run_of
+from onchip.planning.plan import CallStep, KernelStep, LibraryStep
+from onchip.planning.tuner import Verdict, check_steps, load_verdict, tune
+from onchip.planning.values import run_eagerly
+from onchip.report.build import Facts, build_report
+from onchip.runtime.program import Program
+from onchip.settings import Settings
+
+needs_onednn = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN"
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("ONCHIP_CACHE", str(tmp_path))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+def image(*shape):
+    return torch.randn(shape).to(memory_format=torch.channels_last)
+
+
+def program_of(model, x):
+    """The plan, and the program checked against float64."""
+    captured = capture(model, (x,))
+    planned = planner.plan(captured, [x], Settings(budget_s=600.0))
+    program = Program(model, (x,), {}, lambda *_: (captured, planned.plan), Settings())
+    got, eager = program(x), model(x)
+    want = model.double()(x.double())
+    model.float()
+    assert (got.double() - want).norm() < 1e-5 * want.norm()
+    assert got.stride() == eager.stride()
+    return captured, planned, program
+
+
+def kinds(planned):
+    return [(type(s).__name__, "+".join(n.op for n in s.nodes)) for s in planned.plan.steps]
+
+
+def report_of(captured, planned):
+    compiled = Compiled(captured, captured, planned, Outcome("fused"), 0.0)
+    return build_report(Facts("model", "cpu", "float32"), compiled, None)
+
+
+# ---- oneDNN ------------------------------------------------------------------------------------
+
+
+class ConvSilu(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x):
+        return F.relu(F.silu(self.conv(x)))
+
+
+@needs_onednn
+def test_a_call_of_onednn_counts_as_one_fused_launch(monkeypatch):
+    verdict = Verdict("onednn", 0, 9.0, 8.0, 7.0)
+    monkeypatch.setattr(decide, "tune", lambda *_: verdict)
+    monkeypatch.setattr(decide, "may_gain", lambda *_: 0.0)
+    captured, planned, program = program_of(ConvSilu().eval(), image(2, 8, 7, 5))
+    assert kinds(planned) == [("CallStep", "conv2d+silu"), ("LibraryStep", "relu_")]
+    assert program.launches == 2
+    (silu, relu) = planned.decisions
+    assert silu.fused
+    assert silu.text == "one library call (oneDNN)"
+    assert silu.costs == {
+        "bytes_saved": 2 * 4 * 2 * 8 * 35, "kernel_us": 9.0, "library_us": 8.0, "onednn_us": 7.0,
+    }  # fmt: skip
+    assert (relu.fused, relu.rule) == (False, "LIBRARY_BETTER")
+    report = report_of(captured, planned)
+    # x read, silu written, read and written by the ReLU; the convolution's result nowhere
+    assert (report.fused.launches, report.fused.accesses) == (2, 4)
+    assert report.unfused.accesses == 6
+    first = report.kernels[0]
+    assert (first.backend, first.choice) == ("library", "mkldnn._convolution_pointwise.default")
+    assert len(first.ops) == 2
+    assert "one kernel" in report.why("conv", silu.edge[1])
+
+
+def parts_of(model, x):
+    """(region, oneDNN's form, constants, values) of the whole model."""
+    captured = capture(model.eval(), (x,))
+    graph = captured.graph
+    constants = frozenset(graph.constants)
+    position = {n: i for i, n in enumerate(graph.nodes)}
+    region = region_of(graph.nodes, graph, constants, position)
+    values = run_eagerly(captured, [x], {})
+    return region, onednn_steps(region, constants), constants, values
+
+
+@needs_onednn
+def test_the_fastest_correct_form_is_chosen():
+    region, form, constants, values = parts_of(ConvSilu(), image(2, 8, 7, 5))
+    found = tune(region, {}, {}, form, constants, values, 0.01)
+    times = {k: v for k, v in found.costs.items() if k in ("library_us", "onednn_us")}
+    assert len(times) == 2
+    assert f"{found.kind}_us" == min(times, key=lambda k: times[k])
+    assert found.best_us == min(times.values())
+    assert found.calls_us is not None
+    assert found.kernel_us is None
+    assert not found.refused
+
+
+@needs_onednn
+def test_a_wrong_form_is_refused_before_it_is_timed(monkeypatch):
+    region, form, constants, values = parts_of(ConvSilu(), image(2, 8, 7, 5))
+    assert check_steps(form, region, constants, values) == ""
+    (weight,) = form[0].derived
+    values.tensors[weight.sources[0]] = -values[weight.sources[0]]
+    found = tune(region, {}, {}, form, constants, values, 0.01)
+    assert found.kind == "library"
+    assert found.onednn_us is None
+    assert "relative error" in found.refused[0][1]
+
+
+@needs_onednn
+def test_what_onednn_refuses_to_run_is_no_candidate():
+    region, form, constants, values = parts_of(ConvSilu(), image(2, 8, 7, 5))
+    first = form[0]
+    assert isinstance(first, CallStep)
+    args = tuple("no such operator" if a == "swish" else a for a in first.call.args)
+    broken = (replace(first, call=replace(first.call, args=args)), *form[1:])
+    found = tune(region, {}, {}, broken, constants, values, 0.01)
+    assert found.kind == "library"
+    assert "Fusion behavior undefined" in found.refused[0][1]
+
+
+@needs_onednn
+def test_a_form_that_loses_nan_is_refused(monkeypatch):
+    """oneDNN's own ReLU is such a form; so it is never proposed."""
+    from onchip.backends.library import onednn
+
+    monkeypatch.setattr(onednn, "_unary", lambda n: ("relu", [], "") if n.op == "relu" else None)
+    region, form, constants, values = parts_of(
+        nn.Sequential(nn.Conv2d(16, 16, 3), nn.ReLU()), image(2, 16, 9, 11)
+    )
+    assert [type(s) for s in form] == [CallStep]
+    found = tune(region, {}, {}, form, constants, values, 0.01)
+    assert found.kind == "library"
+    assert "NaN" in found.refused[0][1]
+
+
+def test_running_steps_leaves_the_values_alone():
+    region, form, _, values = parts_of(ConvSilu(), image(2, 8, 7, 5))
+    before = {t: x.clone() for t, x in values.tensors.items()}
+    run_of(form or [LibraryStep(n) for n in region.nodes], values)()
+    assert all(torch.equal(x, before[t]) for t, x in values.tensors.items())
+
+
+# ---- cuts --------------------------------------------------------------------------------------
+
+
+class Pooled(nn.Module):
+    """Two equal blocks, so that a verdict is used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
+
+    def forward(self, x):
+        y = F.max_pool2d(F.relu(self.a(x)), 3, stride=1, padding=1)
+        return F.max_pool2d(F.relu(self.b(y)), 3, stride=1, padding=1)
+
+
+class Told:
+    """Verdicts and times in place of measured ones: whole groups are the library's, parts are
+    kernels; `whole` and `parts` are the times when both are run side by side."""
+
+    def __init__(self, monkeypatch, whole, parts):
+        self.tuned, self.whole, self.parts = [], whole, parts
+        monkeypatch.setattr(decide, "tune", self.tune)
+        monkeypatch.setattr(decide, "fastest", self.fastest)
+
+    def tune(self, region, candidates, *_):
+        self.tuned.append("+".join(n.op for n in region.nodes))
+        if len(region.nodes) == 3:
+            return Verdict("library", 0, 90.0, 80.0)
+        index = next(iter(candidates))
+        return Verdict("kernel", index, 30.0, 40.0, times_us={candidates[index].choice: 30.0})
+
+    def fastest(self, functions, _):
+        for f in functions:
+            f()  # both forms run
+        return [self.whole, self.parts]
+
+
+@pytest.fixture
+def blocks():
+    return Pooled().eval(), image(1, 8, 9, 7)
+
+
+def test_a_group_that_loses_is_cut_where_that_is_faster(monkeypatch, blocks):
+    told = Told(monkeypatch, 80e-6, 60e-6)
+    captured, planned, _ = program_of(*blocks)
+    # equal blocks: each kind is tuned once; pools and ReLUs are equally cheap to cut off, and the
+    # cut right behind the convolution is the one that oneDNN's call suggests
+    assert len(told.tuned) == len(set(told.tuned))
+    assert kinds(planned) == [("KernelStep", "conv2d"), ("KernelStep", "relu+max_pool2d")] * 2
+    cuts = [d for d in planned.decisions if d.rule == "SLOWER"]
+    assert [d.edge for d in cuts] == [("a", "relu"), ("b", "relu_1")]
+    for d in cuts:
+        assert not d.fused
+        assert "one kernel takes 90 µs, the parts 60 µs" in d.text
+        assert (d.costs["kernel_us"], d.costs["split_us"]) == (90.0, pytest.approx(60.0))
+        assert (d.costs["library_us"], d.family) == (pytest.approx(80.0), "unprofitable")
+    assert sum(d.fused for d in planned.decisions) == 2
+    assert report_of(captured, planned).fused.launches == 4
+
+    def never(*_):
+        raise AssertionError("a stored verdict is not measured again")
+
+    monkeypatch.setattr(decide, "tune", never)
+    monkeypatch.setattr(decide, "fastest", never)
+    _, again, _ = program_of(*blocks)
+    assert kinds(again) == kinds(planned)
+    assert again.decisions == planned.decisions
+
+
+def test_a_cut_that_is_not_faster_is_not_made_and_stays_known(monkeypatch, blocks):
+    Told(monkeypatch, 80e-6, 79e-6)  # within the noise
+    _, planned, _ = program_of(*blocks)
+    whole = kinds(planned)
+    assert whole == [("LibraryStep", op) for op in ("conv2d", "relu", "max_pool2d")] * 2
+    verdict = load_verdict(planned.steps_of[0][1].key)
+    assert verdict is not None
+    assert (verdict.kind, verdict.split_us) == ("library", pytest.approx(79.0))
+    assert {d.rule for d in planned.decisions} == {"LIBRARY_BETTER"} | {
+        d.rule for d in planned.decisions if d.edge == ("max_pool2d", "b")
+    }
+    _, again, _ = program_of(*blocks)
+    assert kinds(again) == whole
+
+
+def test_a_part_may_be_cut_again(monkeypatch):
+    def tuned(region, candidates, *_):
+        if len(region.nodes) > 1:
+            return Verdict("library", 0, 90.0, 80.0)
+        return Verdict("kernel", next(iter(candidates)), 30.0, 40.0)
+
+    monkeypatch.setattr(decide, "tune", tuned)
+    monkeypatch.setattr(decide, "fastest", lambda *_: [80e-6, 60e-6])
+    model = nn.Sequential(nn.Softmax(-1), nn.Softmax(-2), nn.Softmax(-1)).eval()
+    _, planned, _ = program_of(model, torch.randn(5, 7))
+    assert kinds(planned) == [("KernelStep", "softmax")] * len(planned.plan.steps)
+    assert len(planned.plan.steps) == 3
+    for d in planned.decisions:
+        assert not d.fused
+
+
+def test_what_a_cut_may_gain():
+    lost, won = Verdict("library", 0, 9.0, 8.0), Verdict("kernel", 0, 8.0, 9.0)
+    assert may_gain(lost, 3) == 8.0
+    assert may_gain(lost, 1) == may_gain(won, 3) == may_gain(Verdict("library"), 3) == 0.0
+    # the kernel wins, but most of its time is not the convolution's
+    assert may_gain(Verdict("kernel", 0, 8.0, 9.0, 8.5, 3.0), 3) == 5.0
+    assert may_gain(Verdict("onednn", 0, 9.0, 9.0, 8.0, 7.5), 3) == 0.0
+
+
+class Diamond(nn.Module):
+    def forward(self, x):
+        y = x.exp()
+        a, b = y.sum(1, keepdim=True), y[:, :2].tanh()
+        return (y / a)[:, :3] + (b.sum(1, keepdim=True) * 2).sin()
+
+
+class Chain(nn.Module):
+    def forward(self, x):
+        y = torch.relu(x).mean((2, 3))
+        return (y * 2).sin().unsqueeze(1).expand(-1, 5, -1) + y.cos().unsqueeze(1)
+
+
+class Views(nn.Module):
+    def forward(self, x):
+        return torch.relu(x).flatten(1).t()
+
+
+@pytest.mark.parametrize("model", [Diamond(), Chain(), Pooled().eval()])
+def test_the_cut_is_legal_and_cheapest(model):
+    region, form, _, _ = parts_of(model, image(2, 8, 6, 5))
+    cut = cheapest_cut(region, form, launches)
+    assert cut is not None
+    first = {region.nodes[i] for i in cut.first}
+    made = {t for n in first for t in n.results}
+
+    def legal(nodes):
+        results = {t for n in region.nodes if n not in nodes for t in n.results}
+        return not any(t in results for n in nodes for t in n.inputs)
+
+    def price(nodes):
+        made = {t for n in nodes for t in n.results}
+        read = {t for n in region.nodes if n not in nodes for t in n.inputs}
+        return sum(t.nbytes * (2 - (t in region.outputs)) for t in made & read)
+
+    assert legal(first)
+    assert made
+    every = [
+        price(set(nodes))
+        for size in range(1, len(region.nodes))
+        for nodes in itertools.combinations(region.nodes, size)
+        if legal(set(nodes))
+        and any(map(launches, nodes))
+        and any(launches(n) for n in region.nodes if n not in nodes)
+    ]
+    assert cut.nbytes == price(first) == min(every)
+
+
+def test_no_cut_that_leaves_a_part_without_work():
+    region, form, _, _ = parts_of(Views(), torch.randn(3, 2, 4))
+    assert cheapest_cut(region, form, launches) is None
+
+
+@needs_onednn
+def test_of_equal_cuts_the_one_behind_the_convolution():
+    region, form, _, _ = parts_of(Pooled().eval(), image(1, 8, 6, 5))
+    ops = [n.op for n in region.nodes]
+    cut = cheapest_cut(region, form, launches)
+    assert cut is not None
+    assert ops[cut.first[-1]] == "conv2d"
+
+
+def test_kernels_are_steps_of_their_own_kind(monkeypatch, blocks):
+    monkeypatch.setattr(decide, "tune", lambda r, c, *_: Verdict("kernel", next(iter(c))))
+    _, planned, _ = program_of(*blocks)
+    assert all(isinstance(s, KernelStep) for s in planned.plan.steps)
