@@ -80,7 +80,7 @@ FAULTS = {
         rows, "softmax (5, 7)"),
     "a streamed line is stored across rows": Fault(
         f"{CPP}.loops:_emit_vector", "if stream and ", "if stream or ",
-        layouts, "streamed channels last"),
+        layouts, "streamed stepped"),
     "columns beyond the first panel": Fault(
         f"{CPP}.pack:pack_right", "({p} - {n_lo}) * {product.k}l", "0",
         rows, "mm gelu False"),

@@ -104,7 +104,9 @@ REPORT: Schema = _object(
             "Deliberate differences from eager's arithmetic.",
             _object(
                 "One difference.",
-                kind=_value("string", "rounding_removed, batch_norm_folded, winograd, reassociated"),
+                kind=_value(
+                    "string", "rounding_removed, batch_norm_folded, winograd, reassociated"
+                ),
                 where=_value("string", "operator or edge"),
                 text=_value("string", "what was done"),
                 error=_maybe("number", "largest error that it causes"),
