@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 
 from onchip.backends.cpp import spelling
+from onchip.backends.cpp.ahead import fetch_next_tile
 from onchip.backends.cpp.first_read import stored_by_reader
 from onchip.backends.cpp.loops import emit_stage, lay_out_constants
 from onchip.backends.cpp.margins import Margin, fill_margin, margins_of
@@ -272,6 +273,8 @@ def _emit_stages(
         else:
             extra += _emit_product_stage(w, st, target, product, panels)
         w.close()
+        if st is nest.stages[0] and product is None:
+            fetch_next_tile(w, nest, st)
     return extra
 
 
