@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from onchip.analysis.roofline import Ceilings
-from onchip.errors import CacheError, OnchipError
+from onchip.errors import CacheError, CompilerError, OnchipError
 from onchip.planning import machine
 
 FOUND = Ceilings("p", 10.0, {"float32": 20.0}, 3.0, "test", gpu=False)
@@ -69,3 +69,15 @@ def test_the_real_measurement_is_within_physics(monkeypatch):
     assert 0.1 < gbs < 5000
     slow = machine._best_us(lambda: torch.ones(1 << 20), 2)
     assert slow > machine._best_us(lambda: torch.ones(8), 2)
+
+
+def test_multiply_adds_of_one_thread_and_without_a_compiler(monkeypatch):
+    """A core does between 1 and 1000 GFLOP/s; without a compiler nothing is known."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert 1 < machine._multiply_add_rate() < 1000
+
+    def missing(text):
+        raise CompilerError("none")
+
+    monkeypatch.setattr(machine, "build", missing)
+    assert machine._multiply_add_rate() == 0.0

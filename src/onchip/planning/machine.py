@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
@@ -14,10 +15,10 @@ from pathlib import Path
 import torch
 
 from onchip.analysis.roofline import Ceilings
-from onchip.backends.cpp.compiler import cache_folder
-from onchip.errors import CacheError, OnchipError
+from onchip.backends.cpp.compiler import build, cache_folder
+from onchip.errors import CacheError, CompilerError, OnchipError
 
-_VERSION = 2  # of the stored form and of the way of measuring
+_VERSION = 3  # of the stored form and of the way of measuring
 _GPU_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -38,9 +39,10 @@ def measure(device: str = "cpu", refresh: bool = False) -> Ceilings:
     """Ceilings of `device` ("cpu" or "cuda"), from the cache or measured now (a few seconds).
 
     copy: GB/s read plus written by one copy between reused buffers far larger than the caches,
-    all threads. gflops: a large square matrix product by type. launch_us: a tiny operator, eager,
-    and on a GPU a node of a CUDA graph. The best of several tries, since other processes only
-    ever slow them down; `source` says under what load that was.
+    all threads. gflops: a large square matrix product by type; for float32 on a CPU multiply-adds
+    between registers if they are faster, as no library's product is a ceiling. launch_us: a tiny
+    operator, eager, and on a GPU a node of a CUDA graph. The best of several tries, since other
+    processes only ever slow them down; `source` says under what load that was.
     """
     kind = torch.device(device).type
     if kind not in ("cpu", "cuda"):
@@ -116,6 +118,7 @@ def _measure_cpu() -> Ceilings:
         out = torch.empty_like(x)
         us = _best_us(lambda x=x, y=y, out=out: torch.mm(x, y, out=out), 5)
         rates[label] = 2 * size**3 / us / 1e3
+    rates["float32"] = max(rates["float32"], _multiply_add_rate())
     t = torch.ones(8)
     launch = _best_us(lambda: torch.relu(t), 20, 200)
     return Ceilings(
@@ -127,6 +130,41 @@ def _measure_cpu() -> Ceilings:
         f"load average {_load():.1f}",
         gpu=False,
     )
+
+
+_ROUNDS = 2_000_000
+_MULTIPLY_ADDS = """
+#include "onchip/kernel.h"
+extern "C" int kernel(void** pointers) {
+  int status = 0;
+  #pragma omp parallel reduction(|:status)
+  {
+    onchip::Vector sum[12] = {}, factor = onchip::broadcast(0.5f);
+    for (long i = 0; i < ROUNDS; ++i)
+    #pragma GCC unroll 12
+      for (int j = 0; j < 12; ++j) onchip::add_product(sum[j], factor, factor);
+    float total = 0;
+    #pragma GCC unroll 12
+    for (int j = 0; j < 12; ++j) total += sum[j][0];
+    status |= total < 0;
+    *(float*)pointers[0] = onchip::VEC;
+  }
+  return status;
+}
+"""
+
+
+def _multiply_add_rate() -> float:
+    """GFLOP/s of twelve independent vectors of float32 multiply-adds on each thread; 0 without a
+    compiler. Twelve: enough to hide their latency, few enough for the registers."""
+    try:
+        function = build(_MULTIPLY_ADDS.replace("ROUNDS", str(_ROUNDS))).function
+    except CompilerError:
+        return 0.0
+    width = ctypes.c_float()
+    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(width))
+    us = _best_us(lambda: function(pointers), 5)
+    return 2 * 12 * width.value * _ROUNDS * torch.get_num_threads() / us / 1e3
 
 
 @torch.no_grad()

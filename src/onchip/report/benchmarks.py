@@ -19,7 +19,8 @@ Written by `make bench` (`python -m onchip.report.benchmarks bench/results docs/
 from the files in bench/results; nothing here is typed by hand. `onchip` and every peer run the same
 model on the same inputs in one process, interleaved; a time is the median of a call. The error is
 the relative distance from a float64 run, in the Euclidean norm. The floor is what moving inputs,
-outputs and weights once, or doing the arithmetic, takes at the machine's measured ceilings.
+outputs and weights once, or doing the arithmetic, takes at the machine's measured ceilings; the
+arithmetic is the operators' own, of which Winograd's form of a 3-tap convolution does less.
 `vs best` is the best peer's time over onchip's: above 1, onchip is the fastest.
 """
 
