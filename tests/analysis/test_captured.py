@@ -115,6 +115,15 @@ def test_what_can_be_a_view_is_what_torch_says():
     assert len(found) > 60
 
 
+def test_a_view_of_another_type_moves_nothing():
+    class Halves(nn.Module):
+        def forward(self, x):
+            return x.view(torch.int16) + 3
+
+    graph = capture(Halves(), (torch.arange(40, dtype=torch.int32).reshape(5, 8),)).graph
+    assert [Ledger(graph).operator(n).launches for n in graph.nodes] == [0, 1]
+
+
 def test_a_reshape_of_another_layout_is_a_launch_that_reads_and_writes():
     graph = capture(nn.Flatten(), (torch.randn(2, 3, 4, 5),)).graph
     (node,) = graph.nodes

@@ -117,6 +117,8 @@ class Ledger:
     def _copies(self, node: Node) -> bool:
         """Whether a reshape finds strides that it can't keep."""
         src, out = node.inputs[0], node.results[0]
+        if src.dtype is not out.dtype:
+            return False  # `view(dtype)` looks at the same bytes, or raises
         strides = self.layouts.get(src) or src.tag.get("strides")
         known = isinstance(strides, (tuple, list))
         return known and not viewable(src.shape, tuple(strides), out.shape)

@@ -18,6 +18,7 @@ class Gate:
     def __init__(self) -> None:
         self._condition = threading.Condition(threading.RLock())
         self._inside = 0
+        self._waiting = 0
         self._mine = threading.local()
 
     def __enter__(self) -> None:
@@ -29,7 +30,7 @@ class Gate:
         self._mine.depth -= 1
         with self._condition:
             self._inside -= 1
-            if not self._inside:
+            if self._waiting and not self._inside:
                 self._condition.notify_all()
 
     @contextmanager
@@ -38,10 +39,15 @@ class Gate:
         own = getattr(self._mine, "depth", 0)
         with self._condition:
             self._inside -= own
-            self._condition.notify_all()
+            if self._waiting:  # another capture may have waited for this thread's calls only
+                self._condition.notify_all()
             try:
                 while self._inside:
-                    self._condition.wait()
+                    self._waiting += 1
+                    try:
+                        self._condition.wait()
+                    finally:
+                        self._waiting -= 1
                 yield
             finally:
                 self._inside += own
