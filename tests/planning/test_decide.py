@@ -40,10 +40,10 @@ def image(*shape):
     return torch.randn(shape).to(memory_format=torch.channels_last)
 
 
-def program_of(model, x):
+def program_of(model, x, settings=Settings(budget_s=600.0)):
     """The plan, and the program checked against float64."""
     captured = capture(model, (x,))
-    planned = planner.plan(captured, [x], Settings(budget_s=600.0))
+    planned = planner.plan(captured, [x], settings)
     program = Program(model, (x,), {}, lambda *_: (captured, planned.plan), Settings())
     got, eager = program(x), model(x)
     want = model.double()(x.double())
@@ -214,12 +214,12 @@ def blocks():
 def test_a_group_that_loses_is_cut_where_that_is_faster(monkeypatch, blocks):
     told = Told(monkeypatch, 80e-6, 60e-6)
     captured, planned, _ = program_of(*blocks)
-    # equal blocks: each kind is tuned once; pools and ReLUs are equally cheap to cut off, and the
-    # cut right behind the convolution is the one that oneDNN's call suggests
+    # equal blocks: each kind is tuned once; every edge is as cheap to cut, and the ReLU stays with
+    # its convolution
     assert len(told.tuned) == len(set(told.tuned))
-    assert kinds(planned) == [("KernelStep", "conv2d"), ("KernelStep", "relu+max_pool2d")] * 2
+    assert kinds(planned) == [("KernelStep", "conv2d+relu"), ("KernelStep", "max_pool2d")] * 2
     cuts = [d for d in planned.decisions if d.rule == "SLOWER"]
-    assert [d.edge for d in cuts] == [("a", "relu"), ("b", "relu_1")]
+    assert [d.edge for d in cuts] == [("relu", "max_pool2d"), ("relu_1", "max_pool2d_1")]
     for d in cuts:
         assert not d.fused
         assert "one kernel takes 90 µs, the parts 60 µs" in d.text
@@ -276,6 +276,43 @@ def test_what_a_cut_may_gain():
     # the kernel wins, but most of its time is not the convolution's
     assert may_gain(Verdict("kernel", 0, 8.0, 9.0, 8.5, 3.0), 3) == 5.0
     assert may_gain(Verdict("onednn", 0, 9.0, 9.0, 8.0, 7.5), 3) == 0.0
+    # the kernel wins, but its convolution alone could do with fewer products
+    assert may_gain(won, 3, short_part=True) == 4.0
+    assert may_gain(won, 1, short_part=True) == 0.0
+
+
+def test_a_pool_that_keeps_a_convolution_from_its_short_form_may_be_cut_off(monkeypatch, tmp_path):
+    """Winograd's form computes two by two results, tiles of an overlapping pool begin anywhere."""
+    asked = []
+    monkeypatch.setattr(decide, "may_gain", lambda *a: asked.append(a[-1]) or 0.0)
+
+    def all_products(region, candidates, *_):
+        return Verdict("kernel", next(i for i, c in candidates.items() if not c.fewer_products))
+
+    def fewer_products(region, candidates, *_):
+        return Verdict("kernel", next(i for i, c in candidates.items() if c.fewer_products))
+
+    class Block(nn.Module):
+        def __init__(self, size):
+            super().__init__()
+            self.a = nn.Conv2d(16, 16, size, padding=size // 2)
+
+        def forward(self, x):
+            return F.relu(self.a(x))
+
+    cases = (
+        (3, all_products, Settings(), True),
+        (3, fewer_products, Settings(), False),
+        (5, all_products, Settings(), False),
+        (3, all_products, Settings(winograd=False), False),
+        (3, all_products, Settings(numerics="eager"), False),
+    )
+    for n, (size, chosen, settings, wanted) in enumerate(cases):
+        monkeypatch.setenv("ONCHIP_CACHE", str(tmp_path / str(n)))  # no verdict is known
+        asked.clear()
+        monkeypatch.setattr(decide, "tune", chosen)
+        program_of(Block(size).eval(), image(1, 16, 8, 6), settings=settings)
+        assert asked == [wanted], (size, settings)
 
 
 class Diamond(nn.Module):
@@ -332,12 +369,19 @@ def test_no_cut_that_leaves_a_part_without_work():
 
 
 @needs_onednn
-def test_of_equal_cuts_the_one_behind_the_convolution():
-    region, form, _, _ = parts_of(Pooled().eval(), image(1, 8, 6, 5))
-    ops = [n.op for n in region.nodes]
+def test_of_equal_cuts_one_that_leaves_pointwise_operators_where_they_are():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Conv2d(8, 8, 3, padding=1)
+
+        def forward(self, x):
+            return F.max_pool2d(torch.sigmoid(F.relu(self.a(x))), 3, stride=1, padding=1)
+
+    region, form, _, _ = parts_of(Block().eval(), image(1, 8, 6, 5))
     cut = cheapest_cut(region, form, launches)
     assert cut is not None
-    assert ops[cut.first[-1]] == "conv2d"
+    assert [region.nodes[i].op for i in cut.first] == ["conv2d", "relu", "sigmoid"]
 
 
 def test_kernels_are_steps_of_their_own_kind(monkeypatch, blocks):

@@ -124,6 +124,12 @@ def variants(
     return _by_promise(out, _short_variants(short, strides, machine, parallel), machine)
 
 
+def has_short_form(region: Region, constants: frozenset[Tensor]) -> bool:
+    """Whether a convolution of the region could have Winograd's form, in a kernel of its own."""
+    staged = stage(region)
+    return not isinstance(staged, Refusal) and winograd(staged, constants) is not None
+
+
 def _short_variants(
     staged: tuple[Staged, ...], strides: dict[Tensor, Strides], machine: Machine, parallel: bool
 ) -> list[Variant]:

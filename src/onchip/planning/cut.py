@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from onchip.analysis.kind import Kind, node_kind
 from onchip.fusion.region import Region
 from onchip.ir.expr import Tensor
 from onchip.ir.graph import Node
@@ -31,21 +32,23 @@ class Cut:
 def cheapest_cut(
     region: Region, onednn: Sequence[Step], launches: Callable[[Node], bool]
 ) -> Cut | None:
-    """The legal cut with the fewest bytes over it; of equal ones, that right behind what oneDNN
-    computes in one call, then the most even one. None if one part would launch nothing.
+    """The legal cut with the fewest bytes over it; of equal ones, one that leaves pointwise
+    operators with what they read, then that right behind what oneDNN computes in one call, then
+    the most even one. None if one part would launch nothing.
 
     Legal: nothing in the first part reads from the second. Then no order of the kernels is
     impossible that was possible before, as no path leaves a region and comes back to it.
     """
     places = {n: i for i, n in enumerate(region.nodes)}
     ends = [frozenset(s.nodes) for s in onednn if isinstance(s, CallStep)]
-    found: dict[frozenset[Node], tuple[int, bool, int]] = {}
+    found: dict[frozenset[Node], tuple[int, bool, bool, int]] = {}
     for first in _closed(region):
         second = [n for n in region.nodes if n not in first]
         if not any(map(launches, first)) or not any(map(launches, second)):
             continue
         behind = any(e <= first and first <= _before(e, region) for e in ends)
-        found[first] = (_bytes(region, first), not behind, abs(len(second) - len(first)))
+        even = abs(len(second) - len(first))
+        found[first] = (_bytes(region, first), _severs(first, second), not behind, even)
     if not found:
         return None
     best = min(found, key=lambda f: (found[f], sorted(places[n] for n in f)))
@@ -80,6 +83,12 @@ def _before(end: frozenset[Node], region: Region) -> frozenset[Node]:
     return end.union(*(needs[n] for n in end))
 
 
+def _severs(first: frozenset[Node], second: Sequence[Node]) -> bool:
+    """A pointwise operator of the second part reads from the first: it would cost nothing there."""
+    made = {t for n in first for t in n.results}
+    return any(node_kind(n) is Kind.POINTWISE and made.intersection(n.inputs) for n in second)
+
+
 def _bytes(region: Region, first: frozenset[Node]) -> int:
     made = {t for n in first for t in n.results}
     read = {t for n in region.nodes if n not in first for t in n.inputs}
@@ -87,10 +96,11 @@ def _bytes(region: Region, first: frozenset[Node]) -> int:
     return sum(t.nbytes * (1 if t in region.outputs else 2) for t in crossing)
 
 
-def may_gain(verdict: Verdict, operators: int) -> float:
+def may_gain(verdict: Verdict, operators: int, short_part: bool = False) -> float:
     """Microseconds that a cut of this group could save at most, as far as is known: what the best
-    form takes beyond oneDNN's calls if there are any, else anything if the generated kernel lost.
-    0 if that is too little to try."""
+    form takes beyond oneDNN's calls if there are any, else anything if the generated kernel lost;
+    half the time if a part, but not the whole, could have Winograd's form (short_part). 0 if that
+    is too little to try."""
     best = verdict.best_us
     if operators < 2 or best is None:
         return 0.0
@@ -98,4 +108,6 @@ def may_gain(verdict: Verdict, operators: int) -> float:
         gain = best - verdict.calls_us
     else:
         gain = 0.0 if verdict.kind == "kernel" else best
+    if short_part:
+        gain = max(gain, best / 2)
     return gain if gain >= LEAST_SHARE * best else 0.0

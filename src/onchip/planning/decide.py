@@ -15,6 +15,7 @@ from onchip.capture.schema import is_view
 from onchip.fusion.machine import Machine
 from onchip.fusion.partition import Group, Partitioner
 from onchip.ir.graph import Node
+from onchip.planning.candidates import has_short_form
 from onchip.planning.cut import (
     DEPTH,
     LEAST_GAIN,
@@ -111,6 +112,10 @@ class Decider:
             self._values = run_eagerly(self.captured, self.inputs, layouts)
         return self._values
 
+    @property
+    def _fewer_products(self) -> bool:
+        return self.settings.winograd and self.settings.numerics == "fast"
+
     def choices(self, groups: Sequence[Group]) -> list[Choice]:
         """How the groups run, in order; a group that is cut is two choices or more."""
         return [c for g in self.choose(groups, most_sources(self.settings), DEPTH) for c in g]
@@ -118,9 +123,8 @@ class Decider:
     def choose(self, groups: Sequence[Group], most: int, depth: int) -> list[list[Choice]]:
         """The choices for each group. most: kernels worth compiling beyond one for each kind;
         depth: how often a part may be cut again."""
-        fewer_products = self.settings.winograd and self.settings.numerics == "fast"
         units, known = find_units(
-            groups, self.partitioner, self.available, self.machine, most, fewer_products
+            groups, self.partitioner, self.available, self.machine, most, self._fewer_products
         )
         forms = {u: () if u.group.opaque else onednn_steps(u.region, self.weights) for u in units}
         for u in units:
@@ -204,13 +208,23 @@ class Decider:
             late = time.perf_counter() - self.start > self.settings.budget_s * CUT_SHARE
             if k in known or c.verdict is None or late:
                 continue
-            gain = may_gain(c.verdict, len(c.unit.region.nodes)) * counts[k]
+            operators = len(c.unit.region.nodes)
+            gain = may_gain(c.verdict, operators, self._short_part(c)) * counts[k]
             if gain <= 0 or gain < LEAST_OF_PROGRAM * total:
                 continue
             cut = cheapest_cut(c.unit.region, c.onednn, launches)
             if cut is not None:
                 out.append((c, cut))
         return out
+
+    def _short_part(self, c: Choice) -> bool:
+        """The region has a convolution that could take Winograd's form, but its kernel has not."""
+        if c.verdict is None or c.verdict.kind != "kernel" or not self._fewer_products:
+            return False
+        chosen = c.unit.candidates[c.verdict.index]
+        return not chosen.fewer_products and has_short_form(
+            c.unit.region, self.partitioner.constants
+        )
 
     def _parts(self, found: list[Choice], depth: int) -> list[list[Choice]]:
         """The choices with the parts of those that are cut in their place."""
