@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,17 +110,30 @@ class Weights:
                     got = p.compute([values[s] for s in p.sources])
                     values.update(zip(p.outputs, got, strict=True))
                     changed.update(p.outputs)
-            derived = [
-                d.compute([values[s] for s in d.sources])
-                if old is None or not changed.isdisjoint(d.sources)
-                else old.derived[i]
-                for i, d in enumerate(self.derived)
-            ]
+        derived = self._derive(values, changed, old)
         tensors = [values[t] for t in self.order]
         return Snapshot(
             values, tensors, [t.data_ptr() for t in tensors], derived,
             [_pointer(t) for t in derived], self._checks(values), versions, fingerprint,
         )  # fmt: skip
+
+    def _derive(
+        self, values: dict[Tensor, torch.Tensor], changed: set[Tensor], old: Snapshot | None
+    ) -> list[torch.Tensor]:
+        """Derived values, those of unchanged sources from `old`; on a few threads, since most of
+        it is copying, which holds no lock of the interpreter."""
+
+        def one(i: int) -> torch.Tensor:
+            d = self.derived[i]
+            if old is not None and changed.isdisjoint(d.sources):
+                return old.derived[i]
+            with torch.no_grad():  # a setting of each thread
+                return d.compute([values[s] for s in d.sources])
+
+        if not self.derived:
+            return []
+        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+            return list(pool.map(one, range(len(self.derived))))
 
     def _fetch(self, old: Snapshot | None) -> tuple[dict[Tensor, torch.Tensor], set[Tensor]]:
         """The live values, and which of them are another tensor or counted a write."""
