@@ -12,7 +12,7 @@ from onchip.backends.cpp.compiler import build
 from onchip.backends.cpp.kernel import KernelOptions
 from onchip.backends.cpp.run import region_for
 from onchip.backends.triton.kernel import emit_kernel as triton_kernel
-from onchip.fusion.cut import cut_fold
+from onchip.fusion.chunks import cut_fold
 from onchip.fusion.layout import channels_last, contiguous
 from onchip.fusion.machine import Machine
 from onchip.fusion.nest import Nest

@@ -21,7 +21,7 @@ from onchip.fusion.contraction import Contraction
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.fusion.staging import Staged
 from onchip.ir.dtype import DType
-from onchip.ir.expr import Axis, Call, Const, Expr, Tensor, axis, loads, substitute
+from onchip.ir.expr import Axis, Call, Const, Expr, Tensor, axis, substitute
 from onchip.ir.index import UNKNOWN, bounds, linear, simplify, structural_key
 
 
@@ -144,18 +144,6 @@ def _read_in_step(s: Staged, readers: list[Stage], root: tuple[Span, ...]) -> bo
             if r.spans is not root or any(
                 structural_key(i) != structural_key(substitute(own, mapping))
                 for i, own in zip(ld.index, s.store, strict=True)
-            ):
-                return False
-    return True
-
-
-def _aligned(s: Staged, staged: tuple[Staged, ...]) -> bool:
-    """Whoever reads `s` does so element by element, over the same loops."""
-    for reader in staged:
-        for ld in loads(reader.body):
-            if ld.src is s.tensor and (
-                [structural_key(i) for i in ld.index] != [structural_key(i) for i in reader.store]
-                or [a.extent for a in reader.loops] != [a.extent for a in s.loops]
             ):
                 return False
     return True

@@ -15,7 +15,7 @@ from onchip.fusion.layout import channels_last
 from onchip.fusion.staging import Staged
 from onchip.ir.dtype import DType
 from onchip.ir.expr import Axis, Const, Expr, Load, Tensor, lift, loads, mentioned, rewrite, tensor
-from onchip.ir.index import UNKNOWN, bounds, linear, simplify
+from onchip.ir.index import UNKNOWN, bounds, is_affine, linear, simplify
 
 Strides = tuple[int, ...]
 
@@ -59,7 +59,7 @@ def _windowed_load(
         others = [a for a in c.k_axes if a not in taps]
         run = prod(a.extent for a in others if _stride(side, strides[side.src], a) == 1)
         inside = all(bounds(i)[0] > UNKNOWN[0] and bounds(i)[1] < UNKNOWN[1] for i in side.index)
-        if run < SHORT_RUN and inside and all(_affine(i) for i in side.index):
+        if run < SHORT_RUN and inside and all(is_affine(i) for i in side.index):
             return side
     return None
 
@@ -71,10 +71,6 @@ def _is_window(load: Load, a: Axis) -> bool:
 
 def _stride(load: Load, strides: Strides, a: Axis) -> int:
     return sum(linear(i).coefficient(a) * s for i, s in zip(load.index, strides, strict=True))
-
-
-def _affine(e: Expr) -> bool:
-    return all(isinstance(a, Axis) for a, _ in linear(e).terms)
 
 
 def _padded_copy(load: Load) -> tuple[Tensor, tuple[Expr, ...]]:

@@ -13,8 +13,8 @@ from collections import Counter
 from dataclasses import replace
 from math import prod
 
+from onchip.fusion.chunks import MANY_TILES
 from onchip.fusion.contraction import as_contraction
-from onchip.fusion.cut import MANY_TILES
 from onchip.fusion.layout import contiguous
 from onchip.fusion.machine import Machine
 from onchip.fusion.nest import Nest

@@ -16,7 +16,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf, prod
 
-from onchip.fusion.cut import SHORTEST_STRANDS, STRANDS, Cut, cut_fold, kept_axes, worth_cutting
+from onchip.fusion.chunks import (
+    SHORTEST_STRANDS,
+    STRANDS,
+    Chunks,
+    cut_fold,
+    kept_axes,
+    worth_cutting,
+)
 from onchip.fusion.inline import substitute_simplified
 from onchip.fusion.staging import Staged
 from onchip.ir.dtype import DType
@@ -49,7 +56,7 @@ _COMBINE |= {"any": "logical_or", "all": "logical_and"}
 class _Centre:
     """A mean whose sum, or a maximum, `fold`, was cut; partial: the folds of its chunks."""
 
-    cut: Cut
+    cut: Chunks
     fold: Reduce
     partial: Tensor
 
@@ -144,21 +151,21 @@ def _folded(monoid: str, axes: tuple[Axis, ...], body: Expr) -> Expr:
     return Reduce(monoid, own, Reduce(monoid, (strand,), body))
 
 
-def _with_tail(r: Reduce, cut: Cut, whole: Expr) -> Expr:
+def _with_tail(r: Reduce, cut: Chunks, whole: Expr) -> Expr:
     if not cut.tail:
         return whole
     rest = Reduce(r.monoid, cut.tail, substitute_simplified(r.body, cut.rest))
     return Call(_COMBINE[r.monoid], (whole, rest), r.dtype)
 
 
-def _partial(r: Reduce, cut: Cut) -> tuple[list[Staged], Expr]:
+def _partial(r: Reduce, cut: Chunks) -> tuple[list[Staged], Expr]:
     body = _folded(r.monoid, cut.inside, substitute_simplified(r.body, cut.place))
     part = _stored("partial", cut.chunks, cut.kept, body)
     whole = Reduce(r.monoid, cut.chunks, Load(part.tensor, (*cut.chunks, *cut.kept)))
     return [part], _with_tail(r, cut, whole)
 
 
-def _argument(r: Reduce, cut: Cut) -> tuple[list[Staged], Expr]:
+def _argument(r: Reduce, cut: Chunks) -> tuple[list[Staged], Expr]:
     """The extreme value of each chunk; the first chunk that has the extreme of all; its position
     in there. Only that chunk is read again."""
     extreme, kept = r.monoid.removeprefix("arg"), cut.kept
@@ -187,7 +194,7 @@ def _argument(r: Reduce, cut: Cut) -> tuple[list[Staged], Expr]:
 
 
 def _note_centre(
-    s: Staged, r: Reduce, cut: Cut, partial: Tensor, centres: dict[Tensor, _Centre]
+    s: Staged, r: Reduce, cut: Chunks, partial: Tensor, centres: dict[Tensor, _Centre]
 ) -> None:
     match s.body:
         case Call(fn="div", args=(fold, Const(value=n))) if (
@@ -256,7 +263,7 @@ def _loads(e: Expr, t: Tensor) -> bool:
     return isinstance(e, Load) and e.src is t
 
 
-def _near(r: Reduce, fold: Load, cut: Cut) -> Expr:
+def _near(r: Reduce, fold: Load, cut: Chunks) -> Expr:
     """What a chunk's elements are seen from, given the chunk's own sum or maximum: 0 where all of
     them are minus infinity, as minus infinity minus itself is no number."""
     match r.body:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil, prod
 
-from onchip.fusion.cut import COLUMNS, fold_elements, side_by_side
+from onchip.fusion.chunks import COLUMNS, fold_elements, side_by_side
 from onchip.fusion.inline import substitute_simplified
 from onchip.fusion.machine import Machine
 from onchip.fusion.nest import Nest, build_nest
@@ -15,7 +15,7 @@ from onchip.fusion.refusal import Refusal, Rule
 from onchip.fusion.staging import Staged
 from onchip.ir.dtype import DType
 from onchip.ir.expr import Axis, Call, Const, Expr, Tensor, axis, loads, reduces
-from onchip.ir.index import linear, simplify
+from onchip.ir.index import linear, simplify, used_as_value
 
 Strides = tuple[int, ...]
 
@@ -158,7 +158,10 @@ def coalesce(
 
 def _mergeable(s: Staged, d: int, strides: dict[Tensor, Strides]) -> bool:
     outer, inner = s.loops[d], s.loops[d + 1]
-    places = [(ld.index, ld.src) for ld in loads(s.body)] + [(s.store, s.tensor)]
+    reads = loads(s.body)
+    if any(ld.pad is not None for ld in reads):  # its bounds are conditions on each axis
+        return False
+    places = [(ld.index, ld.src) for ld in reads] + [(s.store, s.tensor)]
     for index, src in places:
         if src not in strides:
             return False
@@ -173,27 +176,7 @@ def _mergeable(s: Staged, d: int, strides: dict[Tensor, Strides]) -> bool:
                     return False
         if co != ci * inner.extent:
             return False
-    return not _uses_index_as_value(s.body, (outer, inner))
-
-
-def _uses_index_as_value(body: Expr, axes: tuple[Axis, Axis]) -> bool:
-    """The axes' values matter beyond addresses (a condition on a bound, an arange)."""
-    from onchip.ir.expr import Load, children
-
-    stack, seen = [body], set()
-    while stack:
-        e = stack.pop()
-        if e in seen:
-            continue
-        seen.add(e)
-        if isinstance(e, Load):
-            if e.pad is not None:
-                return True
-            continue
-        if e in axes:
-            return True
-        stack.extend(children(e))
-    return False
+    return not used_as_value(s.body, (outer, inner))
 
 
 def _merge(s: Staged, d: int) -> Staged:

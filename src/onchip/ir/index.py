@@ -10,7 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from onchip.ir.dtype import DType
-from onchip.ir.expr import Axis, Call, Const, Expr, Load, Var, index_arithmetic, mentioned
+from onchip.ir.expr import (
+    Axis,
+    Call,
+    Const,
+    Expr,
+    Load,
+    Var,
+    children,
+    index_arithmetic,
+    mentioned,
+)
 
 Interval = tuple[int, int]
 Env = dict[Axis, Interval]
@@ -241,3 +251,21 @@ def _stride_of_merged(index: tuple[Expr, ...], strides: tuple[int, ...], v: Axis
     if any(not isinstance(atom, Axis) and v in mentioned(atom) for atom, _ in form.terms):
         return None
     return form.coefficient(v)
+
+
+def is_affine(e: Expr) -> bool:
+    """Whether an index is a sum of axes with constant factors, and a constant."""
+    return all(isinstance(atom, Axis) for atom, _ in linear(e).terms)
+
+
+def used_as_value(e: Expr, axes: tuple[Axis, ...]) -> bool:
+    """An axis counts as a number, not only in addresses (an arange, a condition on a bound)."""
+    stack, seen = [e], set()
+    while stack:
+        x = stack.pop()
+        if x in axes:
+            return True
+        if x not in seen and not isinstance(x, Load):
+            seen.add(x)
+            stack.extend(children(x))
+    return False

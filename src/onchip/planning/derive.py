@@ -8,9 +8,9 @@ import torch
 from onchip.backends.cpp.roles import Panels
 from onchip.backends.interpreter import evaluate
 from onchip.ir.dtype import DType
-from onchip.ir.expr import Axis, Load, Tensor, loads
+from onchip.ir.expr import Load, Tensor, loads
 from onchip.ir.graph import defined_by, reads
-from onchip.ir.index import bounds, linear
+from onchip.ir.index import bounds, is_affine, linear
 from onchip.planning.plan import Derived
 
 
@@ -97,7 +97,7 @@ def _as_view(matrix: Tensor, available: frozenset[Tensor]) -> Tensor | None:
         return None
     for i, n in zip(body.index, body.src.shape, strict=True):
         lo, hi = bounds(i)
-        if lo < 0 or hi >= n or any(not isinstance(a, Axis) for a, _ in linear(i).terms):
+        if lo < 0 or hi >= n or not is_affine(i):
             return None
     return body.src
 

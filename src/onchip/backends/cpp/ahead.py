@@ -10,12 +10,11 @@ from __future__ import annotations
 from math import ceil, prod
 
 from onchip.backends.cpp.loops import clip
-from onchip.backends.cpp.pack import is_linear
 from onchip.backends.cpp.reduce import loop_head
 from onchip.backends.cpp.writer import Buffer, Writer
 from onchip.fusion.nest import Nest, Stage
 from onchip.ir.expr import Axis, Load, loads, reduces
-from onchip.ir.index import linear, stride_along
+from onchip.ir.index import is_affine, linear, stride_along
 
 LINE = 64  # bytes
 # Smaller inputs stay in the caches.
@@ -34,7 +33,7 @@ def fetch_next_tile(w: Writer, nest: Nest, stage: Stage) -> None:
         buffer = w.buffers[ld.src]
         if ld.src in seen or ld.pad is not None or buffer.origins or ld.src.nbytes < LARGE:
             continue
-        if not all(is_linear(i) for i in ld.index):
+        if not all(is_affine(i) for i in ld.index):
             continue
         shift = _shift(nest, stage, ld, buffer, moving[-1])
         if shift and _fetch(w, stage, ld, buffer, shift):

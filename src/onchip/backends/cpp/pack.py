@@ -13,7 +13,7 @@ from onchip.backends.cpp.writer import Buffer, Writer, stride_along
 from onchip.fusion.nest import Stage
 from onchip.ir.dtype import DType
 from onchip.ir.expr import Axis, Const, Expr, Load, Tensor, axis, loads, substitute
-from onchip.ir.index import bounds, linear, simplify
+from onchip.ir.index import bounds, is_affine, simplify
 
 
 def packed_right_floats(stage: Stage, product: Product) -> str:
@@ -182,7 +182,7 @@ def _plain_load(product: Product, buffers: dict[Tensor, Buffer]) -> Load | None:
     for i, n in zip(left.index, left.src.shape, strict=True):
         lo, hi = bounds(i)
         outside = lo < 0 or hi >= n
-        if (outside and not buffers[left.src].margin) or not is_linear(i):
+        if (outside and not buffers[left.src].margin) or not is_affine(i):
             return None
     return left
 
@@ -286,7 +286,3 @@ def _run(w: Writer, product: Product, inner: Axis, name: str, lo: str, hi: str, 
     w.close()
     w.vector_axis, w.vector_chunk, w.chunk_start = saved
     w.close()
-
-
-def is_linear(e: Expr) -> bool:
-    return all(isinstance(a, Axis) for a, _ in linear(e).terms)

@@ -8,7 +8,6 @@ from onchip.backends.cpp import spelling
 from onchip.backends.cpp.loops import clip
 from onchip.backends.cpp.pack import (
     direct_form,
-    is_linear,
     left_operand,
     open_rows,
     pack_right,
@@ -18,6 +17,7 @@ from onchip.backends.cpp.roles import Product
 from onchip.backends.cpp.writer import Buffer, Writer, stride_along
 from onchip.fusion.nest import Span, Stage
 from onchip.ir.expr import Axis, Expr, Tensor, loads, mentioned
+from onchip.ir.index import is_affine
 
 # Tensors below this are in the second-level cache anyway (0.5 MiB: the smallest now in use).
 PREFETCH_BYTES = 512 * 1024
@@ -177,7 +177,7 @@ def _places_ahead(
         and not buffer.origins
         and stride_along(index, buffer.strides, product.n_axis) == 1
         and any(mentioned(i) & rows for i in index)
-        and all(is_linear(i) for i in index)
+        and all(is_affine(i) for i in index)
     ]
 
 

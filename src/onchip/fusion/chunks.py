@@ -19,13 +19,12 @@ from onchip.ir.expr import (
     Reduce,
     Tensor,
     axis,
-    children,
     loads,
     mentioned,
     reduces,
     walk,
 )
-from onchip.ir.index import linear, simplify, stride_along
+from onchip.ir.index import linear, simplify, stride_along, used_as_value
 
 Strides = tuple[int, ...]
 
@@ -51,7 +50,7 @@ COLUMNS = 512  # results that one vector loop folds side by side
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Cut:
+class Chunks:
     """How the axes of a fold are cut.
 
     chunks  axes that number the chunks        inside  axes folded within a chunk
@@ -126,7 +125,7 @@ def _step(r: Reduce, a: Axis, strides: Mapping[Tensor, Strides]) -> int:
 
 def cut_fold(
     r: Reduce, strides: Mapping[Tensor, Strides], inside: set[Tensor], weight: float = 1.0
-) -> Cut | None:
+) -> Chunks | None:
     """Chunks of a fold; None if it is too short to be cut."""
     groups = _merged(r, strides, inside)
     left = _chunk_count(r, weight, strides)
@@ -158,7 +157,7 @@ def cut_fold(
     covered = count * prod(a.extent for a in chunks) == total
     kept = tuple(sorted(kept_axes(r), key=lambda a: -_step(r, a, strides)))
     last = () if covered else tuple(tail)
-    return Cut(tuple(chunks), tuple(within), kept, place, last, rest, count)
+    return Chunks(tuple(chunks), tuple(within), kept, place, last, rest, count)
 
 
 def _chunk_count(r: Reduce, weight: float, strides: Mapping[Tensor, Strides]) -> int:
@@ -227,17 +226,4 @@ def _one_walk(
         far, near = (stride_along(ld.index, strides[ld.src], a) or 0 for a in (outer, inner))
         if far != near * inner.extent:
             return False
-    return not _used_as_value(r.body, (outer, inner))
-
-
-def _used_as_value(e: Expr, axes: tuple[Axis, ...]) -> bool:
-    """An axis counts as a number, not only in addresses (an arange, a condition)."""
-    stack, seen = [e], set()
-    while stack:
-        x = stack.pop()
-        if x in axes:
-            return True
-        if x not in seen and not isinstance(x, Load):
-            seen.add(x)
-            stack.extend(children(x))
-    return False
+    return not used_as_value(r.body, (outer, inner))
