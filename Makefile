@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= auto
 
-.PHONY: demo test lint bench readme clean
+.PHONY: demo test test-gpu lint bench bench-gpu readme clean
 .DEFAULT_GOAL := test
 
 # What the virtual environment holds is decided by pyproject.toml.
@@ -36,9 +36,20 @@ lint: $(VENV)/.dev
 test: $(VENV)/.demo lint
 	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
+# On a machine with an NVIDIA GPU: generated kernels, launched there, against float64.
+test-gpu: $(VENV)/.demo
+	$(BIN)/python -m pytest -m gpu tests/gpu
+
 bench: $(VENV)/.demo
 	mkdir -p bench/results
 	$(BIN)/onchip bench cpu --peers --json bench/results/cpu-cpu.json
+	$(BIN)/python -m onchip.report.benchmarks bench/results docs/benchmarks.md
+
+# The same on a machine with an NVIDIA GPU: what moves memory, and what computes.
+bench-gpu: $(VENV)/.demo
+	mkdir -p bench/results
+	$(BIN)/onchip bench memory --peers --json bench/results/memory-cuda.json
+	$(BIN)/onchip bench gpu --peers --json bench/results/gpu-cuda.json
 	$(BIN)/python -m onchip.report.benchmarks bench/results docs/benchmarks.md
 
 # The measured part of README.md and its picture; on an otherwise idle machine.

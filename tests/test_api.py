@@ -17,6 +17,7 @@ from onchip.errors import CaptureError, InputError, OnchipError, UnknownModel, V
 from onchip.planning import assess, peers, timing
 from onchip.planning.tuner import store_record, verdict_path
 from onchip.runtime.verify import Comparison, Verification
+from onchip.settings import Settings
 
 
 class Small(torch.nn.Module):
@@ -104,10 +105,21 @@ def test_a_call_that_does_not_fit_says_so(small):
 
 def test_another_device_is_refused(small):
     model, _ = small
-    with pytest.raises(InputError, match=r"on meta.*for the CPU only"):
-        onchip.compile(model, (torch.empty(6, 8, device="meta"),))
-    with pytest.raises(OnchipError, match="for the CPU only"):
-        onchip.optimize("pipeline:add-mul:2^4", device="cuda")
+    x = torch.empty(6, 8, device="meta")
+    with pytest.raises(CaptureError, match=r"argument tensor 0 is on meta.*CPU and NVIDIA GPUs"):
+        onchip.compile(model, (x,))
+    eager = onchip.compile(model, (x,), settings=Settings(uncapturable="eager"))
+    assert eager.launches is None
+    for name in ("mps", "h200"):
+        with pytest.raises(OnchipError, match=f"device {name}: programs are compiled for cpu"):
+            onchip.optimize("pipeline:add-mul:2^4", device=name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_its_device_is_refused():
+    for name in ("cuda", "cuda:1"):
+        with pytest.raises(OnchipError, match=f"device {name}: torch .* sees no GPU"):
+            onchip.optimize("pipeline:add-mul:2^4", device=name)
 
 
 def test_a_model_that_depends_on_data_is_one_error():
@@ -245,7 +257,7 @@ def test_an_outcome_is_measured_once(cache):
 def test_a_slower_program_is_not_shipped(small, monkeypatch):
     model, x = small
     lost = assess.Outcome("eager", {"fused": 20.0, "library": 15.0, "eager": 10.0}, "it was slower")
-    monkeypatch.setattr(assess, "settle", lambda *_: lost)
+    monkeypatch.setattr(assess, "settle", lambda *_, **__: lost)
     with torch.no_grad():
         fast = onchip.compile(model, (x,))
         with pytest.warns(UserWarning, match="it was slower"):

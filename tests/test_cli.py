@@ -170,3 +170,25 @@ def test_doctor_says_what_is_missing(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ONCHIP_CACHE", str(tmp_path / "file" / "c"))
     assert dict((r[0], r[1]) for r in doctor.examine())["cache folder"] == "unusable"
+
+
+def test_doctor_tries_triton_and_asks_the_driver(monkeypatch, tmp_path):
+    from onchip.errors import CompilerError, DeviceError
+    from onchip.planning import doctor
+
+    monkeypatch.setattr(doctor, "build_all", lambda sources, gpu: [CompilerError("it died")])
+    monkeypatch.setattr(doctor, "triton_version", lambda: "3.8.0")
+    assert doctor._triton() == ("Triton", "3.8.0, builds nothing", "it died")
+
+    def version(pointer):
+        pointer._obj.value = 13010
+        return 0
+
+    monkeypatch.setattr(doctor, "driver", lambda: types.SimpleNamespace(cuDriverGetVersion=version))
+    assert "for CUDA 13.1" in doctor._driver()[1]
+
+    def missing():
+        raise DeviceError("no libcuda")
+
+    monkeypatch.setattr(doctor, "driver", missing)
+    assert doctor._driver()[1] == "not installed"

@@ -111,7 +111,8 @@ def test_the_page_computes_its_ratios():
     row = {
         "name": "a|b", "dtype": "float32", "onchip_us": 50.0,
         "peers": {"eager": 100.0, "other": 20.0, "third": None}, "floor_us": None, "error": 1e-7,
-        "eager_error": 2e-7, "launches": 3, "notes": "",
+        "eager_error": 2e-7, "launches": 3, "bytes": None, "share": None, "target_us": None,
+        "notes": "",
     }  # fmt: skip
     slow = {**row, "onchip_us": 200.0, "peers": {"eager": 100.0, "other": None, "third": None}}
     result = {
@@ -130,6 +131,32 @@ def test_the_page_computes_its_ratios():
     assert "Against eager: 1.00× in the geometric mean of 2 rows, faster in 1." in page
     with pytest.raises(OnchipError, match="no 'rows'"):
         benchmarks.document({"x.json": {k: v for k, v in result.items() if k != "rows"}})
+
+
+def test_the_page_shows_shares_and_targets_where_a_suite_has_them():
+    row = {
+        "name": "a", "dtype": "bfloat16", "onchip_us": 50.0, "peers": {}, "floor_us": 40.0,
+        "error": 1e-3, "eager_error": 1e-3, "launches": 1, "bytes": 200_000_000, "share": 0.91,
+        "target_us": 51.0, "notes": "",
+    }  # fmt: skip
+    missed = {**row, "onchip_us": 60.0, "share": None}
+    unknown = {**row, "onchip_us": None, "target_us": None}
+    facts = {"suite": "s", "device": "d", "versions": {}, "date": "2026-01-01"}
+    page = benchmarks.document({"s.json": {**facts, "rows": [row, missed, unknown]}})
+    first, second, third = (x for x in page.splitlines() if x.startswith("| a"))
+    assert "| bytes | share | target |" in page
+    assert "| 200 MB | 91% | 51 µs (met) |" in first
+    assert "| – | 51 µs (missed) |" in second
+    assert "(m" not in third
+    plain = dict.fromkeys(("bytes", "share", "target_us"))
+    page = benchmarks.document({"s.json": {**facts, "rows": [row | plain]}})
+    assert "share |" not in page
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_suite_for_gpus_says_that_there_is_none():
+    with pytest.raises(OnchipError, match="suite memory runs on an NVIDIA GPU"):
+        bench.run("memory")
 
 
 def test_an_unknown_suite_is_named():

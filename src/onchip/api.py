@@ -17,16 +17,17 @@ from onchip.analysis.summary import Analysis
 from onchip.analysis.summary import analyze as summarise
 from onchip.capture import Captured, Templates, capture, fold_batch_norm
 from onchip.capture.capture import as_module
-from onchip.capture.containers import flatten
+from onchip.capture.devices import check_devices, device_of
 from onchip.errors import CompilerError, InputError, OnchipError
 from onchip.models import resolve
 from onchip.models.model import Model
-from onchip.planning import assess, machine, peers
+from onchip.models.resolve import moved
+from onchip.planning import assess, machine
 from onchip.planning.assess import EAGER, FUSED, LIBRARY, Compiled, Measured, Outcome
+from onchip.planning.forms import form_of, graph_inputs, library_plan, measure
 from onchip.planning.peers import quiet
-from onchip.planning.plan import LibraryStep, Plan
+from onchip.planning.plan import Plan
 from onchip.planning.planner import Planned, Progress, plan
-from onchip.planning.units import have_compiler
 from onchip.report import Report
 from onchip.report.build import Facts, build_report
 from onchip.runtime.program import Program
@@ -35,8 +36,6 @@ from onchip.settings import Settings
 
 # A program's error may not exceed eager's by more than roundings in another order explain.
 ERROR_FACTOR = 4.0
-NO_COMPILER = "no C++ compiler was found, so the library runs every operator: see onchip doctor"
-MEASURE_S = 4.0  # seconds that the forms of a program are timed for its report
 
 
 def _silent(what: str, done: int, total: int) -> None:
@@ -57,8 +56,10 @@ def compile(
 
     Never slower: each specialisation is timed against the model as given before it ships (once:
     the outcome is cached). `program.report()` says what was fused, and which form ships.
-    Raises CaptureError if the model can't be captured, InputError if the arguments do not fit it
-    or do not live on the CPU, CacheError if the cache folder can't be written.
+    On an NVIDIA GPU the program runs as one CUDA graph where that is possible and pays.
+    Raises CaptureError if the model can't be captured or its tensors are not all on the CPU or on
+    one GPU, InputError if the arguments do not fit it, CacheError if the cache folder can't be
+    written.
     """
     latest: list[Compiled] = []
     notes: list[str] = []
@@ -66,19 +67,19 @@ def compile(
     def build(
         module: torch.nn.Module, a: tuple[Any, ...], k: dict[str, Any], templates: Templates
     ) -> tuple[Captured, Plan]:
+        check_devices(module, a, k)
         compiled = _build(module, a, k, templates, settings, progress)
         latest[:] = [compiled]
         notes.extend(n for n in compiled.notes if n not in notes)
-        return _form(compiled)
+        return form_of(compiled)
 
     args, kwargs = tuple(args), dict(kwargs or {})
-    _check_devices(model, args, kwargs)
     module = as_module(model)
     program = Program(module, args, kwargs, build, settings)
     title = name or type(module).__name__
     program.notes = notes
     program.compiled = latest
-    program.describe = lambda: _report(title, latest)
+    program.describe = lambda: _report(title, program)
     return program
 
 
@@ -94,14 +95,16 @@ def optimize(
 ) -> tuple[Program, Report]:
     """Analyse, fuse, verify against eager and float64, and measure a MODEL.
 
-    `spec` is a MODEL as on the command line, or what onchip.models.resolve returned. `peers` also
-    measures other compilers. Raises UnknownModel, CaptureError and the like in one line, and
+    `spec` is a MODEL as on the command line, or what onchip.models.resolve returned; `device` is
+    "cpu", "cuda" or "cuda:1" (model and inputs are copied there). `peers` also measures other
+    compilers. Raises UnknownModel, CaptureError and the like in one line, and
     VerificationError if the program's results are not as exact as eager's.
     """
-    _check_device(device)
+    place = _find_device(device)
     step = progress or _silent
     step("loading the model", 0, 0)
     found = resolve(spec, batch=batch, dtype=dtype) if isinstance(spec, str) else spec
+    found = moved(found, place)
     with torch.no_grad():
         step("capturing", 0, 0)
         program = compile(
@@ -112,8 +115,10 @@ def optimize(
             verified = verify(program, found.module, found.example_inputs)
         judge(verified, found.name)
         step("measuring", 0, 0)
-        measured = _measure(program, found.module, found.example_inputs, peers)
-        ceilings = machine.measure("cpu")
+        measured = measure(
+            program, program.compiled[-1], found.module, found.example_inputs, place, peers
+        )
+        ceilings = machine.measure(str(place))
     notes = [found.note] if found.note else []
     if verified.reference != "float64":
         notes.append(f"no float64 reference: {verified.reference}")
@@ -162,10 +167,8 @@ def _build(
         captured = fold_batch_norm(captured)
     planned = plan(captured, graph_inputs(captured, args, kwargs), settings, progress)
     notes = ()
-    if not have_compiler():
-        notes = (
-            "no C++ compiler was found, so the library runs every operator: see onchip doctor",
-        )
+    if planned.problem:
+        notes = (f"{planned.problem}, so the library runs every operator: see onchip doctor",)
         warnings.warn(f"onchip: {notes[0]}", stacklevel=6)
     progress("comparing with eager", 0, 0)
     outcome = _settle(module, args, kwargs, original, captured, planned, settings)
@@ -185,70 +188,48 @@ def _settle(
     if captured.python_state:
         return Outcome(EAGER, {}, "forward() changes Python attributes of the model")
     form = FUSED if assess.fuses(planned.plan) else LIBRARY
+    if not planned.timed:
+        return Outcome(form, {}, "nothing was timed: kernels run under Triton's interpreter")
     a, k = assess.copied(args, kwargs)
+    inputs = graph_inputs(captured, a, k)
+    device = device_of(captured, inputs)
+    where = f"{machine.device_name(str(device))} {settings.cuda_graph}" * (device.type == "cuda")
 
     def trial(p: Plan) -> Callable[[], object]:
         # made when it is first called: a known outcome needs no second program, weights and all
         program = functools.cache(lambda: Program(module, a, k, lambda *_: (captured, p), settings))
         return lambda: program()(*a, **k)
 
-    with assess.undisturbed(module):
+    with assess.undisturbed(module, inputs):
         found = assess.settle(
-            assess.program_key(original, planned),
+            assess.program_key(original, planned, where),
             lambda: module(*a, **k),
             trial(planned.plan),
             lambda: trial(library_plan(captured)),
+            clock=assess.caller_clock(device),
         )
     if found.form == FUSED and form == LIBRARY:
         return Outcome(LIBRARY, {LIBRARY: found.times_us[FUSED], EAGER: found.times_us[EAGER]})
     return found
 
 
-def _form(compiled: Compiled) -> tuple[Captured, Plan]:
-    """What runs: the fused plan, the library's calls, or the module itself."""
-    match compiled.outcome.form:
-        case "eager":
-            eager = Plan(library_plan(compiled.original).steps, eager=compiled.outcome.text)
-            return compiled.original, eager
-        case "library":
-            return compiled.captured, library_plan(compiled.captured)
-    return compiled.captured, compiled.planned.plan
-
-
-def graph_inputs(captured: Captured, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """The distinct tensors among the arguments, in the order of the graph's inputs."""
-    leaves, _ = flatten((args, kwargs))
-    found: dict[int, torch.Tensor] = {}
-    for leaf, x in zip(captured.leaves, leaves, strict=True):
-        if leaf.tensor is not None:
-            found.setdefault(leaf.tensor, x)
-    return [found[i] for i in range(len(found))]
-
-
-def library_plan(captured: Captured) -> Plan:
-    """Every operator as its library call: what is always possible."""
-    return Plan(tuple(LibraryStep(n) for n in captured.graph.nodes))
-
-
-def _check_device(device: str) -> None:
-    if torch.device(device).type != "cpu":
+def _find_device(name: str) -> torch.device:
+    """The device with this name, its number included. Raises OnchipError if it is not here."""
+    kind = name.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
         raise OnchipError(
-            f"device {device}: kernels are generated for the CPU only so far; use device cpu, and "
-            "onchip analyze --device h200 for what fusion could gain on a GPU"
+            f"device {name}: programs are compiled for cpu and cuda (onchip analyze --device h200 "
+            "and the like say what fusion could gain elsewhere)"
         )
-
-
-def _check_devices(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    leaves, _ = flatten((args, kwargs))
-    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-    if isinstance(model, torch.nn.Module):
-        tensors += [*model.parameters(), *model.buffers()]
-    for t in tensors:
-        if t.device.type != "cpu":
-            raise InputError(
-                f"a tensor of the model or its arguments is on {t.device}: kernels are generated "
-                "for the CPU only so far; move both with .cpu()"
-            )
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise OnchipError(f"device {name}: torch {torch.__version__} sees no GPU: onchip doctor")
+    number = torch.device(name).index
+    number = torch.cuda.current_device() if number is None else number
+    if number >= torch.cuda.device_count():
+        raise OnchipError(f"device {name}: there are {torch.cuda.device_count()} GPUs, from cuda:0")
+    return torch.device("cuda", number)
 
 
 # ---- verifying, measuring, reporting -----------------------------------------------------------
@@ -270,47 +251,6 @@ def judge(verified: Verification, name: str) -> None:
             )
 
 
-def _measure(
-    program: Program, module: torch.nn.Module, args: tuple[Any, ...], with_peers: bool
-) -> Measured:
-    """Time every form of the model, interleaved, on copies of its inputs."""
-    compiled: Compiled = program.compiled[-1]
-    notes: list[str] = []
-    with assess.undisturbed(module):
-        inputs, _ = assess.copied(args, {})
-        forms: dict[str, Callable[[], object]] = {
-            "eager": lambda: module(*inputs),
-            "onchip": lambda: program(*inputs),
-        }
-        other = peers.channels_last(module, inputs)
-        if other is not None:
-            forms["eager_channels_last"] = other
-        failed: dict[str, str] = {}
-        if with_peers:
-            found, failed = peers.make_peers(module, inputs)
-            forms |= found
-            notes += [f"{k} does not run this model: {v}" for k, v in failed.items()]
-        with quiet():
-            times = assess.measure_forms(forms, MEASURE_S)
-        graph = _form(compiled)[0]
-        nodes = [s.node for s in _form(compiled)[1].steps if isinstance(s, LibraryStep)]
-        node_us = assess.library_times(
-            nodes, graph, graph_inputs(graph, inputs, {}), compiled.planned
-        )
-    baselines: dict[str, float | None] = {
-        k: v for k, v in times.items() if k not in ("eager", "onchip")
-    }
-    baselines |= dict.fromkeys(failed)
-    return Measured(
-        times["eager"],
-        times["onchip"],
-        baselines,
-        tuple(notes),
-        node_us,
-        assess.kernel_call_us(),
-    )
-
-
 def _full_report(
     found: Model,
     program: Program,
@@ -329,19 +269,27 @@ def _full_report(
         _known(verified.eager_error),
         ceilings,
         notes,
+        program.graph_coverage,
     )
     return build_report(facts, compiled, measured)
 
 
-def _report(name: str, latest: list[Compiled]) -> Report:
+def _report(name: str, program: Program) -> Report:
     """The report of the latest specialisation, from what compiling found out."""
-    if not latest:
+    if not program.compiled:
         raise InputError("this model runs in eager mode (see program.notes): nothing to report")
-    ceilings = machine.measure("cpu")
+    compiled: Compiled = program.compiled[-1]
+    device = device_of(compiled.original, ())
+    ceilings = machine.measure(str(device))
     facts = Facts(
-        name, ceilings.device, input_type(latest[-1].original), versions(), ceilings=ceilings
+        name,
+        ceilings.device,
+        input_type(compiled.original),
+        versions(),
+        ceilings=ceilings,
+        coverage=program.graph_coverage,
     )
-    return build_report(facts, latest[-1], None)
+    return build_report(facts, compiled, None)
 
 
 def _known(x: float) -> float | None:

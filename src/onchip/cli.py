@@ -86,16 +86,25 @@ def analyze(
     graphs: Annotated[
         bool, typer.Option("--graphs", help="price launches as nodes of a CUDA graph")
     ] = False,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="also compile the kernels for the GPU (minutes)")
+    ] = False,
 ) -> None:
     """Where the time goes, what limits it, and what fusion can gain at best. Needs no GPU."""
     from onchip.analysis.summary import analyze as summarise
     from onchip.report.analysis import analysis_view
 
+    if kernels:
+        _gpu(device or "cpu")
     ceilings = _ceilings(device)
     with _progress() as step:
         step(f"capturing {model}", 0, 0)
-        graph = _graph(model, dtype, batch)
-    _print(analysis_view(model, summarise(graph, ceilings, graphs), top))
+        captured = _captured(model, dtype, batch)
+    _print(analysis_view(model, summarise(captured.graph, ceilings, graphs), top))
+    if kernels:
+        from onchip.report.text import preview_view
+
+        _print(preview_view(_previews(captured, str(device)), str(device)))
 
 
 @app.command()
@@ -116,11 +125,16 @@ def why(
 def kernels(
     model: ModelArgument,
     out: Annotated[Path | None, typer.Option(help="write one file a kernel there")] = None,
-    device: DeviceOption = "cpu",
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda; or a100, h100, h200, b200, which need not be here")
+    ] = "cpu",
     dtype: DtypeOption = None,
     batch: BatchOption = None,
 ) -> None:
-    """The generated sources."""
+    """The generated sources; for a GPU that is not here with what they need of it."""
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        _print_previews(model, out, device, dtype, batch)
+        return
     program, _ = _optimized(model, device, dtype, batch)
     sources: dict[str, str] = program.sources
     if not sources:
@@ -134,7 +148,7 @@ def kernels(
 
 @app.command()
 def bench(
-    suite: Annotated[str, typer.Argument(metavar="SUITE", help="pipelines, memory, zoo ...")],
+    suite: Annotated[str, typer.Argument(metavar="SUITE", help="cpu, memory, gpu, networks ...")],
     peers: PeersOption = False,
     json_path: JsonOption = None,
 ) -> None:
@@ -218,13 +232,49 @@ def _dtype(name: str | None) -> Any:
     return getattr(torch, DTYPES[name.lower()])
 
 
-def _graph(model: str, dtype: str | None, batch: int | None) -> Any:
-    """The captured graph of a MODEL."""
+def _captured(model: str, dtype: str | None, batch: int | None) -> Any:
+    """A captured MODEL."""
     from onchip.capture import capture
     from onchip.models import resolve
 
     found = resolve(model, batch=batch, dtype=_dtype(dtype))
-    return capture(found.module, found.example_inputs).graph
+    return capture(found.module, found.example_inputs)
+
+
+def _gpu(device: str) -> Any:
+    """The GPU of that name, for which kernels can be compiled here; an error without Triton."""
+    from onchip.backends.triton.build import triton_version
+    from onchip.report.preview import gpu_named
+
+    gpu = gpu_named(device)
+    triton_version()
+    return gpu
+
+
+def _previews(captured: Any, device: str) -> Any:
+    """What a captured model's kernels would be on a GPU that need not be here."""
+    from onchip.analysis.roofline import datasheet
+    from onchip.capture import fold_batch_norm
+    from onchip.report.preview import preview
+
+    with _progress() as step:
+        return preview(fold_batch_norm(captured), _gpu(device), datasheet(device), step)
+
+
+def _print_previews(
+    model: str, out: Path | None, device: str, dtype: str | None, batch: int | None
+) -> None:
+    """The sources of a model's kernels for a GPU, then a table of what they need of it."""
+    from onchip.report.text import preview_view
+
+    _gpu(device)  # before the model is loaded
+    found = _previews(_captured(model, dtype, batch), device)
+    for p in found:
+        if p.text and out is None:
+            typer.echo(f"# ---- {p.row.name}\n{p.text}")
+        elif p.text and out is not None:
+            typer.echo(_write_source(out, p.row.name, p.text))
+    _print(preview_view(found, device))
 
 
 def _ceilings(device: str | None) -> Any:

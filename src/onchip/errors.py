@@ -20,7 +20,11 @@ class InputError(OnchipError):
 
 
 class CompilerError(OnchipError):
-    """The C++ compiler is missing, or it refused a generated source."""
+    """A compiler is missing, refused a generated source, died, or took too long."""
+
+
+class DeviceError(OnchipError):
+    """The GPU's driver is missing, or one of its functions failed."""
 
 
 class CacheError(OnchipError):

@@ -15,9 +15,14 @@ class Settings:
     fold_batch_norm   multiply an inference batch norm into the convolution before it
     winograd          3-tap convolutions may be computed with fewer products (fusion/winograd.py),
                       where that is measured faster; never with numerics="eager"
+    generator         what writes kernels: "auto" is C++ for tensors on the CPU and Triton for those
+                      on an NVIDIA GPU. "triton" on the CPU is for tests: kernels run under Triton's
+                      interpreter (TRITON_INTERPRET=1), are checked, and ship without being timed
     fuel              apply only the first `fuel` fusions (for bisecting); None: all
     budget_s          seconds that searching and measuring may take for one specialisation
     threads           CPU threads of generated kernels; 0: as many as PyTorch uses
+    cuda_graph        "auto": a program on a GPU runs as one CUDA graph where that is possible and
+                      measured faster (`program.graph_coverage` says); "off": never
     uncapturable      what a model that can't be exported means: "raise" CaptureError, or run
                       "eager" (with one warning and an entry in program.notes)
     specialisations   how many sets of shapes, strides and states are kept before the least
@@ -32,9 +37,11 @@ class Settings:
     numerics: Literal["fast", "eager"] = "fast"
     fold_batch_norm: bool = True
     winograd: bool = True
+    generator: Literal["auto", "cpp", "triton"] = "auto"
     fuel: int | None = None
     budget_s: float = 60.0
     threads: int = 0
+    cuda_graph: Literal["auto", "off"] = "auto"
     uncapturable: Literal["raise", "eager"] = "raise"
     specialisations: int = 64
     compiled_at_once: int = 3

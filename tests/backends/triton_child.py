@@ -1,70 +1,66 @@
-"""Runs in a process of its own: generated Triton kernels interpreted, or compiled for a GPU.
+"""Runs in a process of its own, with TRITON_INTERPRET=1: interprets jobs (triton_jobs.py).
 
-    python -m tests.backends.triton_child interpret|compile FOLDER
+    python -m tests.backends.triton_child FOLDER
 
-FOLDER holds jobs.json (a list of jobs), and for each job NAME.py and NAME.npz (its inputs).
-Interpreting needs TRITON_INTERPRET=1 in the environment and writes NAME.out.npz; compiling writes
-compiled.json: for each job its figures, or the error's text.
+FOLDER holds jobs.pt; results.pt gets the outputs of each job, or the text of what went wrong.
 """
 
 from __future__ import annotations
 
-import json
+import importlib.util
 import sys
-from dataclasses import asdict
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-
-from onchip.backends.triton.build import compile_for, launch, load
-from onchip.errors import CompilerError
-
-MARGIN = 4096  # elements of NaN on both sides: what reads or writes outside shows
+from tests.backends.triton_interpreter import repair
+from tests.backends.triton_jobs import Job, execute
+from tests.backends.triton_together import launch_together
 
 
-def placed(shape: list[int], strides: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """NaN memory with margins, and a tensor in its middle."""
-    last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    memory = torch.full((last + 1 + 2 * MARGIN,), float("nan"))
-    return memory, torch.as_strided(memory, shape, strides, MARGIN)
+def launch(job: Job, path: Path, tensors: Sequence[torch.Tensor]) -> None:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for one in job.source.launches:
+        if one.programs:
+            function = getattr(module, one.name)
+            arguments = [tensors[n] for n in one.arguments]
+            if any(w.zeroed for w in job.source.workspace):  # programs wait for each other
+                launch_together(function, one.programs, arguments)
+                spaces = tensors[len(tensors) - len(job.source.workspace) :]
+                for w, space in zip(job.source.workspace, spaces, strict=True):
+                    if not w.zeroed:
+                        space.fill_(float("nan") if space.is_floating_point() else -1)
+                # once more, with what the first launch left in the counters
+                launch_together(function, one.programs, arguments)
+            else:
+                function[(one.programs,)](*arguments)
 
 
-def interpret(folder: Path, job: dict[str, Any]) -> None:
-    values = np.load(folder / f"{job['name']}.npz")
-    tensors = []
-    for n, (shape, strides) in enumerate(job["inputs"]):
-        _, view = placed(shape, strides)
-        view.copy_(torch.from_numpy(values[f"in{n}"]))
-        tensors.append(view)
-    outputs = [placed(shape, strides) for shape, strides in job["outputs"]]
-    tensors += [view for _, view in outputs]
-    launch(load(folder / f"{job['name']}.py"), tensors, job["tiles"])
-    results = {f"out{n}": view.clone().numpy() for n, (_, view) in enumerate(outputs)}
-    for memory, view in outputs:
-        view.fill_(float("nan"))
-        assert bool(memory.isnan().all()), f"{job['name']} wrote outside its output"
-    np.savez(folder / f"{job['name']}.out.npz", **results)
-
-
-def compiled(folder: Path, job: dict[str, Any]) -> dict[str, Any] | str:
-    pointers = ["*fp32"] * (len(job["inputs"]) + len(job["outputs"]))
+def run(job: Job, path: Path) -> list[torch.Tensor] | str:
+    path.write_text(job.source.text)
+    path.with_name("running.txt").write_text(f"{job.name} ({path})")
     try:
-        return asdict(compile_for(folder / f"{job['name']}.py", pointers, 90))
-    except CompilerError as error:
-        return str(error)
+        return execute(job, lambda tensors: launch(job, path, tensors))
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)
+        lines = [f"{f.lineno}: {f.line}" for f in where if f.filename == str(path)]
+        cause = error.__cause__ or error
+        return "\n".join([f"{type(error).__name__}: {error} ({cause})", *lines])
 
 
-def main(mode: str, folder: Path) -> None:
-    jobs = json.loads((folder / "jobs.json").read_text())
-    if mode == "interpret":
-        for job in jobs:
-            interpret(folder, job)
-    else:
-        made = {j["name"]: compiled(folder, j) for j in jobs if not j["broken"]}
-        (folder / "compiled.json").write_text(json.dumps(made))
+def main(folder: Path) -> None:
+    repair()
+    np.seterr(all="ignore")
+    jobs: list[Job] = torch.load(folder / "jobs.pt", weights_only=False)
+    results = [run(job, folder / f"job{n}.py") for n, job in enumerate(jobs)]
+    torch.save(results, folder / "results.pt")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(Path(sys.argv[1]))

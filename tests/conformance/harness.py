@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.conformance import compiled
+from tests.conformance import compiled, generated_triton
 
 from onchip.backends.interpreter import evaluate
 from onchip.ir.dtype import BY_LABEL, DType
@@ -126,7 +126,9 @@ def check(
     tolerances = [tol or TOLERANCES.get(eager.dtype) for _, eager, _ in compared]
     for got, w, t in zip(BACKENDS[backend](outputs, values), rounded, tolerances, strict=True):
         compare(target, got, w, t)
-    compiled.PENDING.append(compiled.Case(target, outputs, values, rounded, tolerances, compare))
+    case = compiled.Case(target, outputs, values, rounded, tolerances, compare)
+    compiled.PENDING.append(case)
+    generated_triton.OFFERED.append(case)
     floating = any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in _leaves(args))
     if exact and floating and reference == "float64" and kwargs.get("dtype") is None:
         for got, (_, _, w) in zip(evaluate(outputs, values, exact=True), compared, strict=True):

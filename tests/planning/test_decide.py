@@ -200,7 +200,7 @@ class Told:
         index = next(iter(candidates))
         return Verdict("kernel", index, 30.0, 40.0, times_us={candidates[index].choice: 30.0})
 
-    def fastest(self, functions, _):
+    def fastest(self, functions, *_, **__):
         for f in functions:
             f()  # both forms run
         return [self.whole, self.parts]
@@ -228,7 +228,7 @@ def test_a_group_that_loses_is_cut_where_that_is_faster(monkeypatch, blocks):
     assert sum(d.fused for d in planned.decisions) == 2
     assert report_of(captured, planned).fused.launches == 4
 
-    def never(*_):
+    def never(*_, **__):
         raise AssertionError("a stored verdict is not measured again")
 
     monkeypatch.setattr(decide, "tune", never)
@@ -260,7 +260,7 @@ def test_a_part_may_be_cut_again(monkeypatch):
         return Verdict("kernel", next(iter(candidates)), 30.0, 40.0)
 
     monkeypatch.setattr(decide, "tune", tuned)
-    monkeypatch.setattr(decide, "fastest", lambda *_: [80e-6, 60e-6])
+    monkeypatch.setattr(decide, "fastest", lambda *_, **__: [80e-6, 60e-6])
     model = nn.Sequential(nn.Softmax(-1), nn.Softmax(-2), nn.Softmax(-1)).eval()
     _, planned, _ = program_of(model, torch.randn(5, 7))
     assert kinds(planned) == [("KernelStep", "softmax")] * len(planned.plan.steps)

@@ -6,6 +6,7 @@ from torch import nn
 
 from onchip.capture import capture
 from onchip.planning import decide, planner, units
+from onchip.planning.generators.cpp import CppGenerator
 from onchip.planning.plan import KernelStep
 from onchip.planning.tuner import Verdict
 from onchip.runtime.program import Program
@@ -35,13 +36,13 @@ class Twins(nn.Module):
 
 @pytest.fixture
 def written(monkeypatch):
-    seen, original = [], units.write
+    seen, original = [], CppGenerator.write
 
-    def watched(region, *rest):
+    def watched(self, region, *rest):
         seen.append(region)
-        return original(region, *rest)
+        return original(self, region, *rest)
 
-    monkeypatch.setattr(units, "write", watched)
+    monkeypatch.setattr(CppGenerator, "write", watched)
     return seen
 
 

@@ -1,5 +1,6 @@
 """A full report of an invented model; the figures check arithmetic, not speed."""
 
+from onchip.analysis.record import Blocker, GraphCoverage
 from onchip.report import (
     CompileSummary,
     Decision,
@@ -29,6 +30,12 @@ def full() -> Report:
         ),
         plan=PlanSummary(110.0, 100.0, 0.1),
         compile=CompileSummary(1.5, 2, 0),
+        cuda_graph=GraphCoverage(
+            False,
+            "no CUDA graph: drop can't be part of one",
+            (Blocker("drop", "head (net.py:7)", "it draws random numbers"),),
+            12.0,
+        ),
         kernels=(
             KernelRow("k0", ("conv", "relu", "bn"), "cpp", "direct", 3000, 60000, 100.0, 110.0),
             KernelRow("k1<&>", ("block.head",), "library", "", 1000, None, 10.0, 10.0),

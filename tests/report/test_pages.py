@@ -2,12 +2,20 @@
 
 import dataclasses
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
+from onchip.analysis.traffic import Traffic
+from onchip.backends.triton.build import Built, Cubin
+from onchip.backends.triton.resources import Resources
+from onchip.backends.triton.source import Launch
 from onchip.errors import OnchipError
 from onchip.report import Decision, KernelRow
+from onchip.report.build import built_figures, launched
+from onchip.report.html import page
 from onchip.report.picture import picture
 from onchip.report.text import benefit_rows, improvement, quantity, time
 
@@ -118,3 +126,49 @@ def test_long_lists_are_cut_and_say_so():
 def test_html_into_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(OnchipError, match="can't be written"):
         full().to_html(tmp_path / "no" / "r.html")
+
+
+def gpu_kernel() -> KernelRow:
+    return KernelRow(
+        "k0", ("conv", "relu", "bn"), "triton", "tile 64x64", 3000, 60000, 100.0, 110.0,
+        registers=168, spills=24, shared_bytes=98304, occupancy=0.25, code_bytes=20224,
+        compile_s=1.25,
+    )  # fmt: skip
+
+
+def test_a_generated_kernel_shows_what_it_needs():
+    r = replace(full(), kernels=(gpu_kernel(), *full().kernels[1:]))
+    shown = ("168", "24 B", "98.3 kB", "25%", "20.2 kB", "1.2 s")
+    out = r.text(120)
+    head, row = (next(x for x in out.splitlines() if part in x) for part in ("spilled", "98.3 kB"))
+    for part in ("registers", "shared", "occupancy", "code", "compiled"):
+        assert part in head
+    for part in shown:
+        assert part in row
+        assert f'<td class="n">{part}</td>' in page(r)
+
+
+def test_what_is_unknown_of_a_cpu_kernel_takes_no_column():
+    kernel = replace(full().kernels[0], code_bytes=5000, compile_s=0.0)
+    out = replace(full(), kernels=(kernel,)).text(100)
+    row = next(x for x in out.splitlines() if "5 kB" in x)
+    assert "reused" in row
+    assert "registers" not in out
+    assert "generated code" not in full().text(100)
+
+
+def test_figures_of_several_functions():
+    """The worst of each, the code and seconds of all; local memory counts where it is used."""
+    a = Resources(100, 64, 3, 1000, 4, 4, 0.25, 50, 800, 1.0)
+    b = replace(a, registers=40, stack_bytes=512, spills=0, shared_bytes=5000, occupancy=0.5)
+    cubins = tuple(Cubin(Path("a.cubin"), "f", 3, r) for r in (a, b))
+    launches = (Launch("f", 3, (0,)), Launch("g", 0, (0,)), Launch("h", 1, (0,)))
+    built = Built(Path("a.py"), launches, cubins, False)
+    assert built_figures(built) == {
+        "registers": 100, "spills": 64, "shared_bytes": 5000, "occupancy": 0.25,
+        "code_bytes": 1600, "compile_s": 2.0,
+    }  # fmt: skip
+    assert built_figures(replace(built, reused=True))["compile_s"] == 0.0
+    assert built_figures(replace(built, cubins=())) == {}
+    assert built_figures(None) == {}
+    assert launched(Traffic((), (), (), (), 0, 1), built).launches == 2

@@ -9,9 +9,9 @@ from onchip.report import KernelRow, Report, Totals, schema
 
 from .samples import bare, full
 
-CONTRACT = {  # shared/DESIGN.md, "What a user sees"; `launch` and `notes` were added
+CONTRACT = {  # shared/DESIGN.md, "What a user sees"; `launch`, `notes` and `cuda_graph` were added
     "": "model device dtype versions unfused fused baselines bound_us speedup numerics plan "
-    "compile kernels decisions launch notes",
+    "compile kernels decisions launch notes cuda_graph",
     "unfused": "launches accesses dram_bytes flops intensity latency_us",
     "fused": "launches accesses dram_bytes flops intensity latency_us",
     "numerics": "error eager_error ledger",
@@ -19,6 +19,7 @@ CONTRACT = {  # shared/DESIGN.md, "What a user sees"; `launch` and `notes` were 
     "compile": "seconds kernels_built kernels_reused",
     "kernels": "name ops backend choice dram_bytes flops predicted_us measured_us registers "
     "spills shared_bytes occupancy code_bytes compile_s",
+    "cuda_graph": "graphed text blockers launched_us replayed_us copied_us",
     "decisions": "edge fused rule family text costs",
 }
 

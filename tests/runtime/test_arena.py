@@ -51,6 +51,22 @@ def test_concurrent_calls_get_different_arenas():
     assert pool.take() is a
 
 
+def test_arenas_stay_on_their_stream():
+    """On a GPU a call gives its arena back before its work is done: only work behind it on the same
+    stream may use it."""
+    pool = ArenaPool(256, [View(0, (4,), (1,), torch.float32)], torch.device("cpu"), zeroed=64)
+    a = pool.take(7)
+    assert int(a.block[-64:].sum()) == 0
+    pool.give(a, 7)
+    b = pool.take(8)
+    assert b is not a
+    pool.give(b, 8)
+    assert pool.take(7) is a
+    for stream in range(100, 100 + 3 * ArenaPool.STREAMS):
+        pool.give(pool.take(stream), stream)
+    assert len(pool.free) <= ArenaPool.STREAMS
+
+
 def pool(n, dtype=torch.float32):
     return OutputPool((n, 64), (64, 1), dtype, torch.device("cpu"))
 

@@ -2,6 +2,7 @@
 functions that read and write memory through the pointers, as compiled code would."""
 
 import ctypes
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +11,10 @@ import torch
 from tests.modules import Fn, same
 from torch import nn
 
+from onchip.backends.triton.source import Workspace
 from onchip.planning.plan import Derived, KernelStep, LibraryStep, Plan
+from onchip.runtime.arena import aligned
+from onchip.runtime.executable import write
 
 from .library import compile_library
 
@@ -210,3 +214,74 @@ def test_layouts_are_respected():
     y = c(x)
     same(y, x * 2)
     assert y.stride() == (4, 1)  # eager's strides, whatever the kernel writes
+
+
+# ---- workspaces and alignment
+
+
+@dataclass
+class Summing:
+    """The sum of the input so far, in two steps that hand memory on: `scratch` gets the doubles,
+    `zeros` is added up in and left as it was found."""
+
+    n: int
+    found: list = field(default_factory=list)
+    places: list = field(default_factory=list)
+
+    def run(self, pointers):
+        x, out, scratch, zeros, more = (memory(p, self.n) for p in pointers)
+        self.found.append(float(np.abs(zeros).sum() + np.abs(more).sum()))
+        self.places.append(pointers)
+        scratch[:] = x * 2
+        zeros += scratch
+        more += zeros
+        out[:] = more / 2
+        zeros[:] = more[:] = 0
+        return 0
+
+
+def summing_plan(captured):
+    steps = []
+    for node in captured.graph.nodes:
+        n = node.inputs[0].numel
+        work = (Workspace(4 * n), Workspace(4 * n, zeroed=True), Workspace(4 * n, zeroed=True))
+        kernel = Summing(n)
+        steps.append(
+            KernelStep(node.name, kernel, node.inputs, node.results, (), (node,), workspace=work)
+        )
+    return Plan(tuple(steps))
+
+
+def test_workspaces_lie_in_the_arena_and_zeroed_ones_hold_zeros():
+    m = Fn(lambda s, x: (x.neg().exp(), x.cos()))
+    x = torch.randn(100)
+    p = compile_library(m, (x,), plan=summing_plan)
+    kept = [p(torch.full((100,), float(k)))[1] for k in range(4)]
+    for k, got in enumerate(kept):
+        same(got, torch.full((100,), float(k)))
+    kernels = [s.kernel for s in p.latest.plan.steps]
+    assert all(k.found == [0.0] * 4 for k in kernels)
+    for k in kernels:
+        spans = sorted((at, at + 400) for at in k.places[-1])
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+    # the places that hold zeros before and after are shared by kernels
+    assert {tuple(k.places[0][3:]) for k in kernels} == {tuple(kernels[0].places[0][3:])}
+
+
+def test_a_gpus_kernels_get_aligned_pointers():
+    """Inputs and views may start anywhere; what is copied for a kernel keeps its strides."""
+    m = Fn(lambda s, x: (x + 1)[1:].t().neg().exp())
+    x = torch.randn(5, 4)
+    captured = compile_library(m, (x,)).builds[-1]
+    made = kernel_plan(lambda n: NUMPY.get(n.op) if n.op in ("exp", "add") else None)
+    exe = write(captured, made(captured), torch.device("cuda:0"))
+    reads = [line for line in exe.source.splitlines() if "aligned(" in line]
+    assert len(reads) == 2  # the input, and what the library's neg gives
+    assert "aligned(i0)" in reads[0]
+    flat = torch.randn(21)
+    odd = flat[1:].view(4, 5).t()
+    copy = aligned(odd)
+    assert copy.data_ptr() % 16 == 0
+    assert copy.stride() == odd.stride()
+    same(copy, odd)
+    assert aligned(copy) is copy

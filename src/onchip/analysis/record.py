@@ -113,3 +113,32 @@ class LedgerEntry:
     where: str
     text: str
     error: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Blocker:
+    """What keeps a program from being one CUDA graph: the operator (or input), where it stands in
+    the user's code, and why."""
+
+    operator: str
+    origin: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GraphCoverage:
+    """Whether a program on a GPU runs as one CUDA graph.
+
+    graphed      it does, where its inputs allow it; None: it does not run on a GPU
+    text         one sentence: how, or why not
+    blockers     operators that can't be part of a graph
+    launched_us  a call that launches each kernel by itself, with its wait for the GPU
+    replayed_us  the same as a graph; copied_us: with inputs copied in and results copied out
+    """
+
+    graphed: bool | None = None
+    text: str = ""
+    blockers: tuple[Blocker, ...] = ()
+    launched_us: float | None = None
+    replayed_us: float | None = None
+    copied_us: float | None = None

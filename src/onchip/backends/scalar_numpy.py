@@ -148,7 +148,7 @@ FUNCTIONS_NUMPY: dict[str, Callable[..., Array]] = {
     "floor": np.floor,
     "ceil": np.ceil,
     "trunc": np.trunc,
-    "round": np.rint,
+    "round": lambda x: np.rint(x) if x.dtype.kind == "f" else x,
     "frac": lambda x: x - np.trunc(x),
     "sqrt": np.sqrt,
     "rsqrt": lambda x: x.dtype.type(1) / np.sqrt(x),

@@ -49,6 +49,7 @@ class _Builder:
         self.slots: dict[Tensor, Slot] = {}
         self.by_name: dict[str, Tensor] = {}
         self.nodes: list[Node] = []
+        self.device = _main_device(program)
 
     def build(self) -> tuple[Graph, dict[Tensor, Slot]]:
         fx_nodes = list(self.program.graph.nodes)
@@ -102,21 +103,28 @@ class _Builder:
     def declare(self, val: torch.Tensor, name: str) -> Tensor:
         """A tensor given from outside, with the shape, dtype and strides of a fake tensor."""
         t = Tensor(name, self.sizes(val.shape), dtype_of(val.dtype))
-        t.tag["strides"] = self.sizes(val.stride())
+        self.describe(t, val)
         return t
+
+    def describe(self, t: Tensor, val: torch.Tensor) -> None:
+        """Note what the rest of the compiler needs to know of a fake tensor: strides and device."""
+        t.tag["strides"] = self.sizes(val.stride())
+        t.tag["device"] = str(val.device)
 
     def sizes(self, sizes: Any) -> tuple[int, ...]:
         return tuple(int(evaluate(s, self.bindings)) for s in sizes)
 
     def checked(self, t: Tensor, val: torch.Tensor, name: str) -> Tensor:
         shape, dtype = self.sizes(val.shape), dtype_of(val.dtype)
+        if t.tag.get("type_by_device") and dtype.compute is t.dtype.compute:
+            t.dtype = dtype
         if tuple(t.shape) != shape or t.dtype is not dtype:
             raise InternalError(
                 f"{name}: derived {t.dtype.label}{list(t.shape)}, PyTorch gives "
                 f"{dtype.label}{list(shape)}; please report this"
             )
         t.name = name
-        t.tag["strides"] = self.sizes(val.stride())
+        self.describe(t, val)
         return t
 
     def slot(self, kind: str, name: str, target: str) -> Slot:
@@ -177,6 +185,10 @@ class _Builder:
         odd = next((d for d in types if not d.is_computable), None)
         if odd is not None:
             return None, f"{odd.label} arithmetic is left to the library"
+        places = {str(t.tag["device"]) for t in call.tensors()}
+        places |= {str(v.device) for v in _flat(val) if isinstance(v, torch.Tensor)}
+        if places - {self.device}:
+            return None, f"its tensors are on {', '.join(sorted(places))}: left to the library"
         try:
             with_types = _with_dtypes((call.args, call.kwargs))
             result = function(*with_types[0], **with_types[1])
@@ -236,6 +248,13 @@ def _is_operator(n: Any) -> bool:
         and str(n.target) not in _DROPPED
         and (not str(n.target).startswith("aten.sym_") and "_assert_scalar" not in str(n.target))
     )
+
+
+def _main_device(program: Any) -> str:
+    """Where the program runs: on the GPU of its tensors, if one has any."""
+    values = (v for n in program.graph.nodes for v in _flat(n.meta.get("val")))
+    found = dict.fromkeys(str(v.device) for v in values if isinstance(v, torch.Tensor))
+    return next((d for d in found if d != "cpu"), "cpu")
 
 
 def _flat(x: Any) -> list[Any]:

@@ -8,7 +8,7 @@ import re
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +99,7 @@ def export(
         dynamic["dynamic_shapes"] = {"tensors": axes}
     flat = _FlatModule(module, restore, seen)
     try:
-        with export_lock, torch.no_grad(), _quiet(), _keep_python_state(module):
+        with export_lock, torch.no_grad(), _quiet(), _keep_python_state(module, tensors):
             program = torch.export.export(flat, _apart(tensors), {}, strict=False, **dynamic)
             program = functional(program)
     except Exception as error:
@@ -160,9 +160,9 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _keep_python_state(module: torch.nn.Module) -> Iterator[None]:
+def _keep_python_state(module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
     """Put back every attribute that tracing changed, and the random number generators."""
-    with torch.random.fork_rng(devices=_devices(module)):
+    with torch.random.fork_rng(devices=gpus(module, inputs)):
         before = [(m, dict(m.__dict__), dict(m._buffers)) for m in module.modules()]
         try:
             yield
@@ -174,8 +174,9 @@ def _keep_python_state(module: torch.nn.Module) -> Iterator[None]:
                 m._buffers.update(buffers)
 
 
-def _devices(module: torch.nn.Module) -> list[int]:
-    tensors = [*module.parameters(), *module.buffers()]
+def gpus(module: torch.nn.Module, inputs: Sequence[torch.Tensor] = ()) -> list[int]:
+    """The CUDA devices of the model's and its inputs' tensors: a call may use their generators."""
+    tensors = [*module.parameters(), *module.buffers(), *inputs]
     return sorted({t.device.index or 0 for t in tensors if t.device.type == "cuda"})
 
 

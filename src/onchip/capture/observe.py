@@ -11,7 +11,7 @@ import torch
 
 from onchip.capture.captured import Result, Slot
 from onchip.capture.containers import Spec, flatten, rebuild
-from onchip.capture.export import _devices
+from onchip.capture.export import gpus
 from onchip.ir.expr import Tensor
 from onchip.ir.graph import Graph
 
@@ -67,7 +67,7 @@ def observe(
     live = [slots[t] for t in graph.constants if t in mutated]
     with (
         torch.no_grad(),
-        torch.random.fork_rng(devices=_devices(module)),
+        torch.random.fork_rng(devices=gpus(module, tensors)),
         _attributes(module) as changed,
         mutable_copies(live),
     ):

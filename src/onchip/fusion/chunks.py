@@ -28,25 +28,41 @@ from onchip.ir.index import linear, simplify, stride_along, used_as_value
 
 Strides = tuple[int, ...]
 
-# A chunk of this many elements takes some ten microseconds, so handing it out costs nothing, and
-# it stays in the second-level cache for a second fold over the same elements.
-CHUNK_ELEMENTS = 1 << 16
-# A chunk is read at this many places at once: prefetching stops at every page, and one stream of
-# loads alone does not keep the memory busy (measured on 2 cores, in 4 KiB pages: 14.7 GB/s with
-# one, 16.3 with two, 18.8 with four; in 2 MiB pages 23.5, 28.2, 31.2). Shorter folds have none.
-STRANDS = 4
-SHORTEST_STRANDS = 512
-# Less than this is done before the threads are awake.
-SMALLEST_FOLD = 1 << 16
-# With this many tiles without a cut there is work for every thread...
-MANY_TILES = 64
-# ...but a fold longer than this leaves the cache between two passes over it.
-LONG_FOLD = 1 << 17
-# Where results lie side by side, a chunk is this many rows at least, and there are at most so many
-# work items: partial results are written and read again.
-SHORTEST_CHUNK = 512
-MOST_ITEMS = 1024
 COLUMNS = 512  # results that one vector loop folds side by side
+
+
+@dataclass(frozen=True, slots=True)
+class Cutting:
+    """Which folds are cut, and how; the defaults are a CPU's.
+
+    elements   of a chunk: one of this many takes some ten microseconds, so handing it out costs
+               nothing, and it stays in the second-level cache for a second fold over it
+    strands    places at which a chunk is read at once: prefetching stops at every page, and one
+               stream of loads alone does not keep the memory busy (measured on 2 cores, in 4 KiB
+               pages: 14.7 GB/s with one, 16.3 with two, 18.8 with four; in 2 MiB pages 23.5, 28.2,
+               31.2); folds shorter than `shortest_strands` have none
+    smallest   less than this is done before the threads are awake
+    tiles      with this many tiles without a cut there is work for every thread...
+    longest    ...but a fold longer than this leaves the cache between two passes over it
+    rows       where results lie side by side: of a chunk at least,
+    items      work items at most (partial results are written and read again),
+    columns    and results of one item
+    programs   of a GPU that share a fold that is read once; 0: a chunk has its `elements` then, too
+    """
+
+    elements: int = 1 << 16
+    strands: int = 4
+    shortest_strands: int = 512
+    smallest: int = 1 << 16
+    tiles: int = 64
+    longest: int = 1 << 17
+    rows: int = 512
+    items: int = 1024
+    columns: int = COLUMNS
+    programs: int = 0
+
+
+CPU = Cutting()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -84,17 +100,19 @@ def fold_elements(r: Reduce) -> int:
     return prod(a.extent for a in r.axes)
 
 
-def worth_cutting(r: Reduce, weight: int, strides: Mapping[Tensor, Strides]) -> bool:
+def worth_cutting(
+    r: Reduce, weight: int, strides: Mapping[Tensor, Strides], how: Cutting = CPU
+) -> bool:
     """Whether chunks would keep the threads busier, or the caches warmer. weight: elements that
     have to be read for all of its results."""
     elements, results = fold_elements(r), prod(a.extent for a in kept_axes(r))
     if r.monoid in ("any", "all") and r.body.dtype is not DType.BOOL:
         return False
-    if elements < 2 or max(elements * results, weight) < SMALLEST_FOLD:
+    if elements < 2 or max(elements * results, weight) < how.smallest:
         return False
     heavy = max(weight / (elements * results), 1.0)
-    tiles = -(-results // COLUMNS) if side_by_side(r, strides) else results
-    return tiles < MANY_TILES or elements * heavy >= LONG_FOLD
+    tiles = -(-results // how.columns) if side_by_side(r, strides) else results
+    return tiles < how.tiles or elements * heavy >= how.longest
 
 
 def side_by_side(r: Reduce, strides: Mapping[Tensor, Strides]) -> bool:
@@ -124,11 +142,17 @@ def _step(r: Reduce, a: Axis, strides: Mapping[Tensor, Strides]) -> int:
 
 
 def cut_fold(
-    r: Reduce, strides: Mapping[Tensor, Strides], inside: set[Tensor], weight: float = 1.0
+    r: Reduce,
+    strides: Mapping[Tensor, Strides],
+    inside: set[Tensor],
+    weight: float = 1.0,
+    how: Cutting = CPU,
+    again: bool = False,
 ) -> Chunks | None:
-    """Chunks of a fold; None if it is too short to be cut."""
+    """Chunks of a fold; None if it is too short to be cut. again: each chunk is folded twice."""
     groups = _merged(r, strides, inside)
-    left = _chunk_count(r, weight, strides)
+    left = _chunk_count(r, weight, strides, how, again)
+    inner = fold_elements(r)
     chunks: list[Axis] = []
     within: list[Axis] = []
     place: dict[Axis, Expr] = {}
@@ -136,7 +160,10 @@ def cut_fold(
     tail: list[Axis] = []
     for group in groups:
         n = prod(a.extent for a in group)
-        pieces, length = (n, 1) if left >= n else _pieces(n, left)
+        inner //= n
+        # of a GPU's chunks, one walk through memory is enough
+        alone = again and how.programs and inner >= how.elements // 4
+        pieces, length = (n, 1) if left >= n or alone else _pieces(n, left, how)
         index: Expr = Const(0, DType.I64)
         if pieces > 1:
             chunks.append(axis(pieces, "c"))
@@ -144,47 +171,51 @@ def cut_fold(
         if length > 1:
             within.append(axis(length, "r"))
             index = index + within[-1]
-        place |= _unravelled(index, group)
+        place |= unravelled(index, group)
         over = n - pieces * length
-        left = -(-left // pieces)
+        left = max(-(-left // pieces), 1)
         # at most one group is cut with elements left over: of the others all belong to the tail
         tail.append(axis(over or n, "r"))
-        rest |= _unravelled(tail[-1] + (pieces * length if over else 0), group)
+        rest |= unravelled(tail[-1] + (pieces * length if over else 0), group)
     total = prod(a.extent for a in r.axes)
     count = prod(a.extent for a in within)
     if prod(a.extent for a in chunks) < 2:
         return None
     covered = count * prod(a.extent for a in chunks) == total
-    kept = tuple(sorted(kept_axes(r), key=lambda a: -_step(r, a, strides)))
+    kept = kept_in_order(r, strides)
     last = () if covered else tuple(tail)
     return Chunks(tuple(chunks), tuple(within), kept, place, last, rest, count)
 
 
-def _chunk_count(r: Reduce, weight: float, strides: Mapping[Tensor, Strides]) -> int:
+def _chunk_count(
+    r: Reduce, weight: float, strides: Mapping[Tensor, Strides], how: Cutting, again: bool
+) -> int:
     elements, results = fold_elements(r), prod(a.extent for a in kept_axes(r))
     heavy = max(weight / (elements * results), 1.0)
     if not side_by_side(r, strides):
-        evenly = int(elements * heavy) * results // MANY_TILES
-        return max(
-            int(elements * heavy) // min(max(evenly, CHUNK_ELEMENTS // 8), CHUNK_ELEMENTS), 1
-        )
-    rows = max(int(CHUNK_ELEMENTS / heavy) // results, SHORTEST_CHUNK)
-    items = max(MOST_ITEMS // -(-results // COLUMNS), 16)
+        evenly = int(elements * heavy) * results // how.tiles
+        size = min(max(evenly, how.elements // 8), how.elements)
+        if how.programs:  # one that is folded twice is held in registers
+            size = how.elements
+            size = size if again else max(size, int(elements * heavy) * results // how.programs)
+        return max(int(elements * heavy) // size, 1)
+    rows = max(int(how.elements / heavy) // results, how.rows)
+    items = max(how.items // -(-results // how.columns), 16)
     return max(min(elements // rows, items), 1)
 
 
-def _pieces(n: int, wanted: int) -> tuple[int, int]:
+def _pieces(n: int, wanted: int, how: Cutting) -> tuple[int, int]:
     """How many pieces, from `wanted` up to twice as many, and their length: one that the strands
     share evenly, if pieces are that long, and that leaves nothing over, if one does."""
     if wanted == 1:
         return 1, n
-    several = STRANDS if n // wanted >= SHORTEST_STRANDS else 1
+    several = how.strands if n // wanted >= how.shortest_strands else 1
     pieces = next((k for k in range(wanted, 2 * wanted) if n % (several * k) == 0), wanted)
     length = n // pieces
     return pieces, length - length % several
 
 
-def _unravelled(index: Expr, group: Sequence[Axis]) -> dict[Axis, Expr]:
+def unravelled(index: Expr, group: Sequence[Axis]) -> dict[Axis, Expr]:
     """The axes of a group, outermost first, from the one index that walks them."""
     out: dict[Axis, Expr] = {}
     width = prod(a.extent for a in group)
@@ -197,6 +228,17 @@ def _unravelled(index: Expr, group: Sequence[Axis]) -> dict[Axis, Expr]:
             at = Call("mod", (at, Const(a.extent, DType.I64)), DType.I64)
         out[a] = simplify(at)
     return out
+
+
+def kept_in_order(r: Reduce, strides: Mapping[Tensor, Strides]) -> tuple[Axis, ...]:
+    """The axes of a fold's results as they lie in memory, slowest first."""
+    return tuple(sorted(kept_axes(r), key=lambda a: -_step(r, a, strides)))
+
+
+def walk_of(r: Reduce, strides: Mapping[Tensor, Strides], inside: set[Tensor]) -> list[Axis] | None:
+    """A fold's axes, outermost first, if they walk memory as one axis."""
+    groups = _merged(r, strides, inside)
+    return groups[0] if len(groups) == 1 else None
 
 
 def _merged(r: Reduce, strides: Mapping[Tensor, Strides], inside: set[Tensor]) -> list[list[Axis]]:

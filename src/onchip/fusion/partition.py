@@ -7,6 +7,7 @@ loop nest within budget. Whether the fused kernel is also faster is decided late
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from onchip.fusion.contraction import as_contraction
@@ -20,6 +21,8 @@ from onchip.ir.expr import Load, Reduce, Stream, Tensor, loads, reduces, walk
 from onchip.ir.graph import Graph, Node, addressed
 
 Strides = tuple[int, ...]
+# The root of a nest of a region, None if it takes several nests; or why it can't be one kernel.
+RootOf = Callable[[Region, dict[Tensor, Strides]], Tensor | Refusal | None]
 
 # Operations per element, of all operators together: what a kernel of more gains by being one (a
 # tensor written and read, a launch) is a percent of its time, and the C++ compiler takes seconds.
@@ -47,10 +50,12 @@ class Partition:
 
 @dataclass(eq=False)
 class Partitioner:
+    """root_of: the code generator's answer to whether it can write a region as one kernel."""
+
     graph: Graph
     strides: dict[Tensor, Strides]
     constants: frozenset[Tensor]
-    machine: Machine
+    root_of: RootOf
     fuel: int | None = None
     group_of: dict[Node, Group] = field(default_factory=dict)
     refusals: dict[tuple[Node, Node], Refusal] = field(default_factory=dict)
@@ -140,7 +145,7 @@ class Partitioner:
         region = self.region(a.nodes + b.nodes)
         key = signature(region, self.strides, self.constants)
         if key not in self.memo:
-            found = region_root(region, self.strides, self.machine)
+            found = self.root_of(region, self.strides)
             self.memo[key] = region.tensors.index(found) if isinstance(found, Tensor) else found
         known = self.memo[key]
         return region.tensors[known] if isinstance(known, int) else known

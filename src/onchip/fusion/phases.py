@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import replace
 from math import prod
 
-from onchip.fusion.chunks import MANY_TILES
+from onchip.fusion.chunks import CPU, Cutting
 from onchip.fusion.contraction import as_contraction
 from onchip.fusion.layout import contiguous
 from onchip.fusion.machine import Machine
@@ -44,7 +44,7 @@ def nests_for(
     if isinstance(whole, Refusal):
         return [parts]
     first, *others = whole
-    return [parts, *whole] if first.tiles < MANY_TILES else [first, parts, *others]
+    return [parts, *whole] if first.tiles < CPU.tiles else [first, parts, *others]
 
 
 def nest_root(
@@ -66,7 +66,29 @@ def phased(
 ) -> Nest | Refusal | None:
     """The last phase, with those before it. None if no fold is worth cutting, unless phases are
     `needed`, and no fold is there at all if they are."""
-    cut = split_folds(staged, strides)
+    groups = phase_groups(staged, strides, needed)
+    if not isinstance(groups, list):
+        return groups
+    strides = strides | handed_on_strides(groups)
+    nests: list[Nest] = []
+    for group in groups:
+        made = _nests_of(group, strides, machine)
+        if isinstance(made, Refusal):
+            return made
+        nests += made
+    return replace(nests[-1], before=tuple(nests[:-1]))
+
+
+def phase_groups(
+    staged: tuple[Staged, ...],
+    strides: dict[Tensor, Strides],
+    needed: bool,
+    how: Cutting = CPU,
+    budget: int = WORKSPACE_BUDGET,
+) -> list[tuple[Staged, ...]] | Refusal | None:
+    """The stages of each phase, their large folds cut; None as in `phased`. budget: bytes that
+    the phases may hand on."""
+    cut = split_folds(staged, strides, how)
     if len(cut) == len(staged):
         folded = {s.tensor for s in staged if reduces(s.body) and not s.is_output}
         if not needed or not folded:
@@ -77,17 +99,15 @@ def phased(
             return Refusal(Rule.SPLIT_PRODUCT, s.tensor.name)
     cut = _handed_on(cut, _folded_twice(_groups(cut)))
     workspace = sum(s.tensor.nbytes for s in cut if s.shared)
-    if workspace > WORKSPACE_BUDGET:
-        text = f"{workspace // 1024} KiB of {WORKSPACE_BUDGET // 1024}"
+    if workspace > budget:
+        text = f"{workspace // 1024} KiB of {budget // 1024}"
         return Refusal(Rule.WORKSPACE, staged[-1].tensor.name, text, {"workspace_bytes": workspace})
-    strides = strides | {s.tensor: contiguous(s.tensor.shape) for s in cut if s.shared}
-    nests: list[Nest] = []
-    for group in _groups(cut):
-        made = _nests_of(group, strides, machine)
-        if isinstance(made, Refusal):
-            return made
-        nests += made
-    return replace(nests[-1], before=tuple(nests[:-1]))
+    return _groups(cut)
+
+
+def handed_on_strides(groups: list[tuple[Staged, ...]]) -> dict[Tensor, Strides]:
+    """Strides of what the phases hand on."""
+    return {s.tensor: contiguous(s.tensor.shape) for g in groups for s in g if s.shared}
 
 
 def _handed_on(staged: tuple[Staged, ...], tensors: set[Tensor]) -> tuple[Staged, ...]:
@@ -101,7 +121,7 @@ def _groups(staged: tuple[Staged, ...]) -> list[tuple[Staged, ...]]:
     for s in staged:
         if s.is_output:
             found.setdefault((level[s.tensor], s.tensor.shape), []).append(s)
-    return [_with_scratch(found[k], staged) for k in sorted(found, key=lambda k: k[0])]
+    return [with_scratch(found[k], staged) for k in sorted(found, key=lambda k: k[0])]
 
 
 def _levels(staged: tuple[Staged, ...]) -> dict[Tensor, int]:
@@ -130,7 +150,7 @@ def _in_step(ld: Load, reader: Staged, made: Staged) -> bool:
     )
 
 
-def _with_scratch(stored: list[Staged], staged: tuple[Staged, ...]) -> tuple[Staged, ...]:
+def with_scratch(stored: list[Staged], staged: tuple[Staged, ...]) -> tuple[Staged, ...]:
     """`stored` and the stages that only live inside a tile of it, in order."""
     made = {s.tensor: s for s in staged}
     wanted = {s.tensor for s in stored}
@@ -160,7 +180,7 @@ def _nests_of(
         return nest
     out: list[Nest] = []
     for s in stored:
-        one = _nest_of(_with_scratch([s], group), strides, machine)
+        one = _nest_of(with_scratch([s], group), strides, machine)
         if isinstance(one, Refusal):
             return one
         out.append(one)

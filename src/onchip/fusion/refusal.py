@@ -45,12 +45,15 @@ class Rule(Enum):
     UNSUPPORTED_DTYPE = (Family.UNSUPPORTED, "the element type has no generated code")
     UNSUPPORTED_EXPRESSION = (Family.UNSUPPORTED, "its expression has no generated code")
     CONTRACTION_FORM = (Family.UNSUPPORTED, "the product's operands have no matrix form")
+    NOT_WHOLE = (Family.UNSUPPORTED, "no kernel runs the group as a whole, so it is cut")
     SLOWER = (Family.UNPROFITABLE, "measured: the separate kernels are faster")
     LIBRARY_BETTER = (Family.UNPROFITABLE, "measured: a library call takes less time")
     FUEL = (Family.UNPROFITABLE, "the fuel setting stopped fusion before this one")
     SWITCHED_OFF = (Family.UNPROFITABLE, "fusion is switched off here by the settings")
     WRONG = (Family.FAILED, "the candidate's result differs from the reference")
     COMPILER = (Family.FAILED, "the compiler refused the generated source")
+    SPILLS = (Family.OVER_BUDGET, "the kernel needs more registers than a program can have")
+    SHARED_MEMORY = (Family.OVER_BUDGET, "the kernel needs more shared memory than there is")
     TOO_LARGE = (Family.OVER_BUDGET, "the kernel would be too long to compile and to cache")
 
     @property

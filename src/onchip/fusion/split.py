@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from math import inf, prod
 
 from onchip.fusion.chunks import (
-    SHORTEST_STRANDS,
-    STRANDS,
+    CPU,
     Chunks,
+    Cutting,
     cut_fold,
     kept_axes,
     worth_cutting,
@@ -41,6 +41,7 @@ from onchip.ir.expr import (
     lift,
     loads,
     mentioned,
+    reduces,
     rewrite,
     where,
 )
@@ -61,19 +62,36 @@ class _Centre:
     partial: Tensor
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class _Cutter:
+    """How the folds of one stage are cut. weight: see worth_cutting; again: means and maxima about
+    which their elements are folded once more."""
+
+    how: Cutting
+    strides: Mapping[Tensor, Strides]
+    inside: set[Tensor]
+    weight: int
+    again: set[Tensor]
+
+    def cut(self, r: Reduce, result: Tensor) -> Chunks | None:
+        twice = result in self.again
+        return cut_fold(r, self.strides, self.inside, self.weight, self.how, twice)
+
+
 def split_folds(
-    staged: tuple[Staged, ...], strides: Mapping[Tensor, Strides]
+    staged: tuple[Staged, ...], strides: Mapping[Tensor, Strides], how: Cutting = CPU
 ) -> tuple[Staged, ...]:
     """The stages with their large folds cut. Partial results and what is combined of them are
     `shared`: kept in memory for the phases after their own."""
     inside = {s.tensor for s in staged}
     centres: dict[Tensor, _Centre] = {}
+    again = {m.src for s in staged for r in reduces(s.body) if (m := _centre_of(r)) is not None}
     behind: dict[Tensor, int] = {}  # elements that have to be read for one that is not stored
     out: list[Staged] = []
     for s in staged:
         weight = max((behind.get(ld.src, ld.src.numel) for ld in loads(s.body)), default=1)
-        large = [r for r in _outermost(s.body) if worth_cutting(r, weight, strides)]
-        out += _split(s, large, strides, inside, weight, centres)
+        large = [r for r in _outermost(s.body) if worth_cutting(r, weight, strides, how)]
+        out += _split(s, large, _Cutter(how, strides, inside, weight, again), centres)
         behind[s.tensor] = s.tensor.numel if out[-1].is_output else weight
     return tuple(out)
 
@@ -81,9 +99,7 @@ def split_folds(
 def _split(
     s: Staged,
     large: list[Reduce],
-    strides: Mapping[Tensor, Strides],
-    inside: set[Tensor],
-    weight: float,
+    cutter: _Cutter,
     centres: dict[Tensor, _Centre],
 ) -> list[Staged]:
     """The partial results of the folds of one stage, and the stage that combines them."""
@@ -92,12 +108,13 @@ def _split(
     for r in large:
         about = _about_centre(r, centres)
         if about is not None:
-            made = _recentred(r, *about)
+            made = _recentred(r, *about, cutter.how)
         else:
-            cut = cut_fold(r, strides, inside, weight)
+            cut = cutter.cut(r, s.tensor)
             if cut is None or (r.monoid.startswith("arg") and not cut.inside):
                 continue
-            made = _argument(r, cut) if r.monoid.startswith("arg") else _partial(r, cut)
+            find = _argument if r.monoid.startswith("arg") else _partial
+            made = find(r, cut, cutter.how)
             _note_centre(s, r, cut, made[0][0].tensor, centres)
         parts, new[r] = made
         out += parts
@@ -138,14 +155,15 @@ def _stored(name: str, over: tuple[Axis, ...], kept: tuple[Axis, ...], body: Exp
     return Staged(t, body, True, fresh, fresh, shared=True)
 
 
-def _folded(monoid: str, axes: tuple[Axis, ...], body: Expr) -> Expr:
+def _folded(monoid: str, axes: tuple[Axis, ...], body: Expr, how: Cutting) -> Expr:
     """A fold within a chunk, in strands where its longest axis has them."""
     long = max(axes, key=lambda a: a.extent, default=None)
     if long is None:
         return body
-    if long.extent < SHORTEST_STRANDS or long.extent % STRANDS:
+    strands = how.strands
+    if strands < 2 or long.extent < how.shortest_strands or long.extent % strands:
         return Reduce(monoid, axes, body)
-    strand, step = axis(STRANDS, "s"), axis(long.extent // STRANDS, "r")
+    strand, step = axis(strands, "s"), axis(long.extent // strands, "r")
     body = substitute_simplified(body, {long: strand * step.extent + step})
     own = tuple(step if a is long else a for a in axes)
     return Reduce(monoid, own, Reduce(monoid, (strand,), body))
@@ -158,19 +176,19 @@ def _with_tail(r: Reduce, cut: Chunks, whole: Expr) -> Expr:
     return Call(_COMBINE[r.monoid], (whole, rest), r.dtype)
 
 
-def _partial(r: Reduce, cut: Chunks) -> tuple[list[Staged], Expr]:
-    body = _folded(r.monoid, cut.inside, substitute_simplified(r.body, cut.place))
+def _partial(r: Reduce, cut: Chunks, how: Cutting) -> tuple[list[Staged], Expr]:
+    body = _folded(r.monoid, cut.inside, substitute_simplified(r.body, cut.place), how)
     part = _stored("partial", cut.chunks, cut.kept, body)
     whole = Reduce(r.monoid, cut.chunks, Load(part.tensor, (*cut.chunks, *cut.kept)))
     return [part], _with_tail(r, cut, whole)
 
 
-def _argument(r: Reduce, cut: Chunks) -> tuple[list[Staged], Expr]:
+def _argument(r: Reduce, cut: Chunks, how: Cutting) -> tuple[list[Staged], Expr]:
     """The extreme value of each chunk; the first chunk that has the extreme of all; its position
     in there. Only that chunk is read again."""
     extreme, kept = r.monoid.removeprefix("arg"), cut.kept
     body = substitute_simplified(r.body, cut.place)
-    part = _stored("extreme", cut.chunks, kept, _folded(extreme, cut.inside, body))
+    part = _stored("extreme", cut.chunks, kept, _folded(extreme, cut.inside, body, how))
     best = Load(part.tensor, (*cut.chunks, *kept))
     winner = _stored("winner", (), kept, Reduce(r.monoid, cut.chunks, best))
     (c,), (i,) = cut.chunks, cut.inside
@@ -209,20 +227,35 @@ def _note_centre(
             centres[s.tensor] = _Centre(cut, r, partial)
 
 
-def _about_centre(r: Reduce, centres: dict[Tensor, _Centre]) -> tuple[Load, _Centre] | None:
-    """The load of the mean in `sum (x - mean)^2`, or of the maximum in `sum exp(x - max)`, if that
-    is the mean or maximum of the same x over the same elements; None otherwise."""
+def _centre_of(r: Reduce) -> Load | None:
+    """The load of the mean in `sum (x - mean)^2`, or of the maximum in `sum exp(x - max)`."""
+    found = _deviation(r)
+    return found[1] if found else None
+
+
+def _deviation(r: Reduce) -> tuple[Expr, Load, str] | None:
+    """x, the load of its centre, and the fold that the centre must be."""
+    if r.monoid != "sum":
+        return None
     match r.body:
         case Call(fn="mul", args=(Call(fn="sub", args=(x, Load() as mean)) as a, b)) if (
             structural_key(a) == structural_key(b)
         ):
-            of = "sum"
+            return x, mean, "sum"
         case Call(fn="exp", args=(Call(fn="sub", args=(x, Load() as mean)),)):
-            of = "max"
-        case _:
-            return None
+            return x, mean, "max"
+    return None
+
+
+def _about_centre(r: Reduce, centres: dict[Tensor, _Centre]) -> tuple[Load, _Centre] | None:
+    """The load of the mean or maximum that r is about (see _deviation), if that is the mean or
+    maximum of the same x over the same elements; None otherwise."""
+    found = _deviation(r)
+    if found is None:
+        return None
+    x, mean, of = found
     m = centres.get(mean.src)
-    if r.monoid != "sum" or m is None or m.fold.monoid != of:
+    if m is None or m.fold.monoid != of:
         return None
     if [a.extent for a in m.fold.axes] != [a.extent for a in r.axes]:
         return None
@@ -238,7 +271,7 @@ def _same_axes(a: Reduce, b: Reduce) -> dict[Axis, Expr]:
     return dict(zip(old, new, strict=True))
 
 
-def _recentred(r: Reduce, centre: Load, m: _Centre) -> tuple[list[Staged], Expr]:
+def _recentred(r: Reduce, centre: Load, m: _Centre, how: Cutting) -> tuple[list[Staged], Expr]:
     """Squares about each chunk's own mean, or exponentials under its own maximum, while the chunk
     is in the cache; shifted to that of all when they are combined (Chan, Golub, LeVeque; the online
     softmax of Milakov and Gimelshein).
@@ -253,7 +286,7 @@ def _recentred(r: Reduce, centre: Load, m: _Centre) -> tuple[list[Staged], Expr]
     near = _near(r, own_fold, cut)
     about = rewrite(r.body, lambda x: near if _loads(x, centre.src) else None)
     about = substitute_simplified(substitute_simplified(about, own), cut.place)
-    part = _stored("partial", cut.chunks, kept, _folded("sum", cut.inside, about))
+    part = _stored("partial", cut.chunks, kept, _folded("sum", cut.inside, about, how))
     moved = _moved(m, Load(part.tensor, part_at), own_fold, near, centre)
     tail = Reduce("sum", r.axes, substitute_simplified(r.body, own))
     return [part], _with_tail(tail, cut, Reduce("sum", cut.chunks, moved))

@@ -9,7 +9,7 @@ Placement of an intermediate:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -95,6 +95,7 @@ def stage(region: Region) -> tuple[Staged, ...] | Refusal:
     cost: dict[Tensor, float] = {}
     depth: dict[Tensor, int] = {}
     memo: dict[Expr, Expr] = {}
+    operators = {t: n.op for n in region.nodes for t in n.results}
     holds_product: dict[Tensor, bool] = {}
     for t in region.tensors:
         assert t.body is not None
@@ -102,6 +103,7 @@ def stage(region: Region) -> tuple[Staged, ...] | Refusal:
         if reason:
             return Refusal(Rule.UNSUPPORTED_EXPRESSION, t.name, reason)
         body = split_reduction_axes(without_unit_axes(inline(t.body, inlined, memo)))
+        body = labelled(body, operators.get(t, "") or t.name.rpartition("_")[0])
         inside = {ld.src for ld in walk(t.body) if isinstance(ld, Load) and ld.src in inlined}
         cost[t] = operations(t.body) + sum(cost[s] for s in inside)
         depth[t] = _depth(t.body) + max((depth[s] for s in inside), default=0)
@@ -115,6 +117,11 @@ def stage(region: Region) -> tuple[Staged, ...] | Refusal:
         else:
             inlined[t] = body
     return tuple(staged)
+
+
+def labelled(e: Expr, operator: str) -> Expr:
+    """The same value, named after the operator whose result it is."""
+    return replace(e, label=operator) if isinstance(e, Call) and operator else e
 
 
 def unsupported(t: Tensor) -> str:

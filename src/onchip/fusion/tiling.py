@@ -35,7 +35,7 @@ def single_nests(
     """Ways to run a region as one nest, best guess first; a Refusal names what none of the tiles
     satisfies."""
     first: Refusal | None = None
-    for root in _roots(staged):
+    for root in roots(staged):
         found = _nests_of_root(staged, root, strides, machine)
         if not isinstance(found, Refusal):
             return found
@@ -49,7 +49,7 @@ def single_root(
 ) -> Tensor | Refusal:
     """The root of a nest that `single_nests` finds, or its refusal; most often at the price of one
     nest: a single tile has room for everything and computes nothing twice."""
-    for root in _roots(staged):
+    for root in roots(staged):
         stages, whole = _prepared(staged, root, strides)
         tile = tuple(max(a.extent, 1) for a in whole.loops)
         if isinstance(build_nest(stages, whole, tile), Nest):
@@ -58,7 +58,7 @@ def single_root(
     return found if isinstance(found, Refusal) else found[0].root.tensor
 
 
-def _roots(staged: tuple[Staged, ...]) -> list[Staged]:
+def roots(staged: tuple[Staged, ...]) -> list[Staged]:
     """Results whose tiles could be the kernel's, largest first."""
     outputs = (s for s in staged if s.is_output)
     return sorted(outputs, key=lambda s: (-s.tensor.numel, -staged.index(s)))

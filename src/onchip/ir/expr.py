@@ -103,6 +103,7 @@ class Call(Expr):
     fn: str
     args: tuple[Expr, ...]
     dtype: DType
+    label: str = ""  # the operator whose result it is, for names in generated code
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -377,10 +378,10 @@ def rebuild(e: Expr, kids: tuple[Expr, ...]) -> Expr:
     match e:
         case Load(src=src, pad=pad):
             return Load(src, kids, pad)
-        case Call(fn=fn, dtype=dtype):
+        case Call(fn=fn, dtype=dtype, label=label):
             if dtype is DType.I64 and len(kids) == 2 and fn in _INDEX_FNS:
                 return index_arithmetic(fn, *kids)
-            return Call(fn, kids, dtype)
+            return Call(fn, kids, dtype, label)
         case Reduce(monoid=monoid, axes=axes):
             return Reduce(monoid, axes, kids[0])
         case Stream(axis=ax, state=state):

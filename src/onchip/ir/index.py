@@ -180,6 +180,14 @@ def _divide(fn: str, a: Expr, c: int, env: Env | None) -> Expr:
         if fn == "floordiv":
             return index_arithmetic("add", from_linear(q), sub)
         return index_arithmetic("mul", sub, Const(common, DType.I64))
+    apart = _apart(rest, form.constant % c, c, env)
+    if apart is not None:
+        g, high, low = apart
+        sub = _divide(fn, high, c // g, env)
+        if fn == "floordiv":
+            return index_arithmetic("add", from_linear(q), sub)
+        sub = index_arithmetic("mul", sub, Const(g, DType.I64))
+        return index_arithmetic("add", sub, low)
     divided = index_arithmetic(fn, rest_expr, Const(c, DType.I64))
     return divided if fn == "mod" else index_arithmetic("add", from_linear(q), divided)
 
@@ -193,6 +201,25 @@ def _common_factor(rest: list[tuple[Expr, int]], constant: int, c: int) -> int:
     for _, k in rest:
         g = gcd(g, k)
     return g if constant % g == 0 and g < c else 1
+
+
+def _apart(
+    rest: list[tuple[Expr, int]], constant: int, c: int, env: Env | None
+) -> tuple[int, Expr, Expr] | None:
+    """g, a and b of g * a + b with 0 <= b < g, where g divides c: then (g * a + b) // c is
+    a // (c / g), and the remainder is g * (a % (c / g)) + b."""
+    from math import gcd
+
+    for g in sorted({gcd(c, k) for _, k in rest}, reverse=True):
+        low = [(t, k) for t, k in rest if k % g]
+        if g == 1 or not low:
+            continue
+        b = from_linear(Linear(tuple(low), constant % g))
+        lo, hi = bounds(b, env)
+        if lo >= 0 and hi < g:
+            high = tuple((t, k // g) for t, k in rest if k % g == 0)
+            return g, from_linear(Linear(high, constant // g)), b
+    return None
 
 
 def _same_quotient(x: Expr, c: int, y: Expr, d: int, env: Env | None) -> bool:

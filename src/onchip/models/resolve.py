@@ -1,5 +1,6 @@
 """From MODEL on the command line to a module with inputs."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -41,6 +42,19 @@ def resolve(spec: str, *, batch: int | None = None, dtype: torch.dtype | None = 
     with _seeded():
         model = _load(spec.strip(), batch)
     return model if dtype is None else _as(model, dtype)
+
+
+def moved(model: Model, device: torch.device) -> Model:
+    """The model on another device: a copy of module and inputs, or itself if it is there. Raises
+    OnchipError for an exported program that has another device written into it."""
+    tensors = (*model.module.parameters(), *model.module.buffers(), *model.example_inputs)
+    if all(t.device == device for t in tensors):
+        return model
+    if model.name.endswith(".pt2"):
+        place = next(t.device for t in tensors if t.device != device)
+        raise OnchipError(f"{model.name} was exported on {place}; export it again on {device}")
+    inputs = tuple(x.to(device) for x in model.example_inputs)
+    return replace(model, module=copy.deepcopy(model.module).to(device), example_inputs=inputs)
 
 
 def available(family: str | None = None) -> dict[str, list[str]]:

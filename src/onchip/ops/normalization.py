@@ -57,7 +57,9 @@ def batch_norm_functional(
 
     def blend(old: Tensor, new: Callable[[Expr], Expr]) -> Tensor:
         keep = 1.0 - momentum
-        return tensor(old.shape, old.dtype, lambda c: old[c] * keep + new(c) * momentum, "running")
+        out = tensor(old.shape, old.dtype, lambda c: old[c] * keep + new(c) * momentum, "running")
+        out.tag["type_by_device"] = True  # of half precision, float32 on a GPU
+        return out
 
     new_mean = blend(running_mean, lambda c: mean[c])
     new_var = blend(running_var, lambda c: squares[c] / (count - 1.0))
@@ -299,4 +301,6 @@ def _kept(x: Tensor, rank: int) -> Tensor:
 
 
 def _copy(x: Tensor) -> Tensor:
-    return tensor(x.shape, x.dtype, lambda *i: x[i], "running")
+    out = tensor(x.shape, x.dtype, lambda *i: x[i], "running")
+    out.tag["type_by_device"] = True
+    return out

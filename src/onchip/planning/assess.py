@@ -22,13 +22,15 @@ from onchip.backends.cpp.compiler import build
 from onchip.backends.library import aten
 from onchip.capture.captured import Captured
 from onchip.capture.containers import flatten, rebuild
+from onchip.capture.export import gpus
 from onchip.capture.observe import clone_storage
 from onchip.capture.schema import is_view
 from onchip.errors import CompilerError
 from onchip.ir.graph import Node
 from onchip.planning.plan import LibraryStep, Plan
 from onchip.planning.planner import Planned
-from onchip.planning.timing import measurably_slower, samples
+from onchip.planning.recording import Recording, record
+from onchip.planning.timing import HOST, Clock, Timed, clock_for, measurably_slower, samples
 from onchip.planning.tuner import load_record, store_record
 from onchip.planning.values import run_eagerly
 
@@ -69,11 +71,64 @@ class Compiled:
     notes: tuple[str, ...] = ()
 
 
+# ---- clocks ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CallClock:
+    """The host's time from calling a function to the end of its work on a GPU."""
+
+    device: torch.device
+
+    def ready(self, function: Call) -> Timed:
+        def timed() -> float:
+            start = time.perf_counter()
+            function()
+            torch.cuda.synchronize(self.device)
+            return time.perf_counter() - start
+
+        timed()
+        return timed
+
+
+@dataclass(frozen=True, slots=True)
+class EventClock:
+    """A GPU's own time for what a function enqueues: its replay of a CUDA graph. The GPU is kept
+    busy until the host has enqueued it."""
+
+    device: torch.device
+    SPIN = 100_000  # cycles
+
+    def ready(self, function: Call) -> Timed:
+        def timed() -> float:
+            with torch.cuda.device(self.device):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda._sleep(self.SPIN)
+                start.record()
+                function()
+                end.record()
+                end.synchronize()
+            return start.elapsed_time(end) / 1e3
+
+        timed()
+        return timed
+
+
+def caller_clock(device: torch.device) -> Clock:
+    """What a caller who needs the result waits for."""
+    return CallClock(device) if device.type == "cuda" else HOST
+
+
 # ---- which form ships --------------------------------------------------------------------------
 
 
 def settle(
-    key: str, eager: Call, fused: Call, library: Callable[[], Call], budget_s: float = RACE_S
+    key: str,
+    eager: Call,
+    fused: Call,
+    library: Callable[[], Call],
+    budget_s: float = RACE_S,
+    clock: Clock = HOST,
 ) -> Outcome:
     """The form that ships, from the cache or timed now. `library` makes the library form."""
     known = load_record(key)
@@ -82,20 +137,24 @@ def settle(
             return Outcome(**known)
     except (KeyError, TypeError):
         pass  # damaged: time it again
-    found = race(eager, fused, library, budget_s)
+    found = race(eager, fused, library, budget_s, clock)
     store_record(key, asdict(found))
     return found
 
 
 def race(
-    eager: Call, fused: Call, library: Callable[[], Call], budget_s: float = RACE_S
+    eager: Call,
+    fused: Call,
+    library: Callable[[], Call],
+    budget_s: float = RACE_S,
+    clock: Clock = HOST,
 ) -> Outcome:
     """Time the forms side by side; a later one is tried only if the one before it is slower."""
-    slower, times = _loses(fused, eager, budget_s)
+    slower, times = _loses(fused, eager, budget_s, clock)
     found = {FUSED: times[0], EAGER: times[1]}
     if not slower:
         return Outcome(FUSED, found)
-    slower, times = _loses(library(), eager, budget_s)
+    slower, times = _loses(library(), eager, budget_s, clock)
     found |= {LIBRARY: times[0]}
     form = EAGER if slower else LIBRARY
     ran = "the original module runs" if slower else "every operator runs as its library call"
@@ -106,19 +165,22 @@ def race(
     return Outcome(form, found, text)
 
 
-def _loses(mine: Call, other: Call, budget_s: float) -> tuple[bool, tuple[float, float]]:
+def _loses(
+    mine: Call, other: Call, budget_s: float, clock: Clock
+) -> tuple[bool, tuple[float, float]]:
     """Whether `mine` is measurably slower, and both medians in microseconds. A few rounds if they
     show no loss, more if they do."""
     end = time.perf_counter() + budget_s
-    a, b = samples([mine, other], 0.0, least=FIRST_ROUNDS)
+    a, b = samples([mine, other], 0.0, least=FIRST_ROUNDS, clock=clock)
     while measurably_slower(a, b) and len(a) < MOST_ROUNDS and time.perf_counter() < end:
-        more_a, more_b = samples([mine, other], 0.0, least=FIRST_ROUNDS)
+        more_a, more_b = samples([mine, other], 0.0, least=FIRST_ROUNDS, clock=clock)
         a, b = a + more_a, b + more_b
     return measurably_slower(a, b), (statistics.median(a) * 1e6, statistics.median(b) * 1e6)
 
 
-def program_key(original: Captured, planned: Planned) -> str:
-    """Programs with the same key have the same operators, kernels and choices."""
+def program_key(original: Captured, planned: Planned, where: str = "") -> str:
+    """Programs with the same key have the same operators, kernels and choices. `where`: what else
+    their times depend on, such as the GPU's name."""
     lines = [
         f"{n.call.target} {[(t.dtype.label, t.shape) for t in (*n.inputs, *n.results)]}"
         for n in original.graph.nodes
@@ -127,7 +189,7 @@ def program_key(original: Captured, planned: Planned) -> str:
         kind = verdict.kind if verdict is not None else "library"
         chosen = verdict.index if verdict is not None and kind == "kernel" else kind
         lines.append(f"{type(step).__name__} {unit.key} {chosen}")
-    lines.append(f"{torch.__version__} {torch.get_num_threads()}")
+    lines.append(f"{torch.__version__} {torch.get_num_threads()} {where}")
     return "program-" + hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
 
 
@@ -151,10 +213,11 @@ def copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
 
 
 @contextlib.contextmanager
-def undisturbed(module: torch.nn.Module) -> Iterator[None]:
-    """No gradients inside; afterwards the module's buffers and the random state are as before."""
+def undisturbed(module: torch.nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Iterator[None]:
+    """No gradients inside; afterwards the module's buffers and the random state are as before, that
+    of the inputs' GPU too."""
     saved = [(b, b.detach().clone()) for b in module.buffers()]
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), torch.random.fork_rng(devices=gpus(module, inputs)):
         try:
             yield
         finally:
@@ -180,22 +243,57 @@ class Measured:
     call_us: float | None = None
 
 
-def measure_forms(forms: Mapping[str, Call], budget_s: float) -> dict[str, float]:
+def measure_forms(
+    forms: Mapping[str, Call], budget_s: float, clock: Clock = HOST
+) -> dict[str, float]:
     """Median microseconds of each form, interleaved."""
-    found = samples(list(forms.values()), budget_s, least=FIRST_ROUNDS, settle=True)
+    if not forms:
+        return {}
+    found = samples(
+        list(forms.values()), budget_s, least=FIRST_ROUNDS, settle=clock is HOST, clock=clock
+    )
     return {k: statistics.median(t) * 1e6 for k, t in zip(forms, found, strict=True)}
 
 
+def measure_graphs(
+    forms: Mapping[str, Call], budget_s: float, device: torch.device
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Median microseconds that a GPU takes for each form, as one CUDA graph and interleaved, so
+    that what the host needs to launch is no part of it; and why others can't be captured."""
+    graphs: dict[str, Recording] = {}
+    failed: dict[str, str] = {}
+    for name, call in forms.items():
+        for _ in range(2):
+            call()
+        torch.cuda.synchronize(device)
+        try:
+            graphs[name] = record(call, device)
+        except Exception as error:  # whatever a peer does
+            failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+    replays = {name: g.replay for name, g in graphs.items()}
+    return measure_forms(replays, budget_s, EventClock(device)), failed
+
+
 def library_times(
-    nodes: Sequence[Node], captured: Captured, inputs: Sequence[torch.Tensor], planned: Planned
+    nodes: Sequence[Node],
+    captured: Captured,
+    inputs: Sequence[torch.Tensor],
+    planned: Planned,
+    device: torch.device,
 ) -> dict[str, float]:
-    """Microseconds of operators run alone as library calls, in the program's layouts, by name."""
+    """Microseconds of operators run alone as library calls, in the program's layouts, by name: the
+    host's time on a CPU, a GPU's own there."""
     wanted = [n for n in nodes if not is_view(n.call.target)]
     if not wanted:
         return {}
     values = run_eagerly(captured, inputs, planned.plan.layouts)
     with torch.no_grad():
-        return {n.name: aten.seconds(n, values.tensors, 3) * 1e6 for n in wanted}
+        if device.type == "cpu":
+            return {n.name: aten.seconds(n, values.tensors, 3) * 1e6 for n in wanted}
+        clock = clock_for(device)
+        runs = [lambda n=n: aten.call(n.call, values.tensors) for n in wanted]
+        timed = [min(samples([r], 0.0, least=3, clock=clock)[0]) for r in runs]
+    return {n.name: t * 1e6 for n, t in zip(wanted, timed, strict=True)}
 
 
 _EMPTY_KERNEL = """

@@ -9,13 +9,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from onchip.backends.cpp.compiler import Binary, build_all
 from onchip.capture.captured import Captured
 from onchip.capture.schema import is_view
-from onchip.fusion.machine import Machine
 from onchip.fusion.partition import Group, Partitioner
 from onchip.ir.graph import Node
-from onchip.planning.candidates import has_short_form
+from onchip.planning.candidates import Context
 from onchip.planning.cut import (
     DEPTH,
     LEAST_GAIN,
@@ -24,13 +22,13 @@ from onchip.planning.cut import (
     cheapest_cut,
     may_gain,
 )
+from onchip.planning.generators import Built, Failure, Generator
 from onchip.planning.library import Step as LibraryForm
 from onchip.planning.library import aten_steps, onednn_steps, run_of
-from onchip.planning.plan import KernelStep, Step
-from onchip.planning.timing import fastest
+from onchip.planning.plan import Kernel, KernelStep, Step
+from onchip.planning.timing import Clock, clock_for, fastest
 from onchip.planning.tuner import (
     Verdict,
-    kernel_of,
     kernel_run,
     load_verdict,
     store_verdict,
@@ -50,12 +48,14 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Choice:
-    """How one unit runs. onednn: its form with oneDNN's calls (empty: there is none); cut_from:
-    the choices for the larger regions that it is a part of, outermost first."""
+    """How one unit runs. built, kernel: of the candidate that was chosen; onednn: its form with
+    oneDNN's calls (empty: there is none); cut_from: the choices for the larger regions that it is a
+    part of, outermost first."""
 
     unit: Unit
     verdict: Verdict | None
-    binary: Binary | None
+    built: Built | None
+    kernel: Kernel | None
     onednn: tuple[LibraryForm, ...]
     cut_from: tuple[Choice, ...] = ()
 
@@ -63,18 +63,20 @@ class Choice:
     def steps(self) -> tuple[Step, ...]:
         nodes = self.unit.region.nodes
         match self.verdict:
-            case Verdict(kind="kernel", index=i) if self.binary is not None:
-                c = self.unit.candidates[i]
-                kernel, name = kernel_of(c, self.binary), self.unit.region.name
-                return (KernelStep(name, kernel, c.inputs, c.source.outputs, c.derived, nodes),)
+            case Verdict(kind="kernel", index=i) if self.kernel is not None:
+                c, name = self.unit.candidates[i], self.unit.region.name
+                step = KernelStep(
+                    name, self.kernel, c.inputs, c.outputs, c.derived, nodes, c.workspace
+                )
+                return (step,)
             case Verdict(kind="onednn") if self.onednn:
                 return self.onednn
         return aten_steps(nodes)
 
     def run(self, values: Values) -> Callable[[], object]:
         """A closure that runs it once on the program's tensors."""
-        if self.verdict is not None and self.verdict.kind == "kernel" and self.binary is not None:
-            return kernel_run(self.unit.candidates[self.verdict.index], self.binary, values)
+        if self.verdict is not None and self.verdict.kind == "kernel" and self.kernel is not None:
+            return kernel_run(self.unit.candidates[self.verdict.index], self.kernel, values)
         return run_of([s for s in self.steps if not isinstance(s, KernelStep)], values)
 
     @property
@@ -91,7 +93,8 @@ class Decider:
     inputs: Sequence[torch.Tensor]
     settings: Settings
     partitioner: Partitioner
-    machine: Machine
+    generator: Generator
+    device: torch.device
     progress: Progress
     built: int = 0
     reused: int = 0
@@ -101,8 +104,16 @@ class Decider:
     def __post_init__(self) -> None:
         graph = self.partitioner.graph
         results = (t for n in graph.nodes for t in n.results)
-        self.available = frozenset({*graph.inputs, *graph.constants, *results})
+        available = frozenset({*graph.inputs, *graph.constants, *results})
+        p = self.partitioner
+        self.context = Context(p.strides, p.constants, available)
         self.weights = frozenset(graph.constants)
+        self.most = most_sources(self.settings, self.generator)
+
+    @property
+    def clock(self) -> Clock | None:
+        """What times candidates; None where times say nothing."""
+        return clock_for(self.device) if self.generator.timed else None
 
     @property
     def values(self) -> Values:
@@ -112,30 +123,68 @@ class Decider:
             self._values = run_eagerly(self.captured, self.inputs, layouts)
         return self._values
 
-    @property
-    def _fewer_products(self) -> bool:
-        return self.settings.winograd and self.settings.numerics == "fast"
-
     def choices(self, groups: Sequence[Group]) -> list[Choice]:
         """How the groups run, in order; a group that is cut is two choices or more."""
-        return [c for g in self.choose(groups, most_sources(self.settings), DEPTH) for c in g]
+        return [c for g in self.choose(groups, self.most, DEPTH) for c in g]
 
     def choose(self, groups: Sequence[Group], most: int, depth: int) -> list[list[Choice]]:
         """The choices for each group. most: kernels worth compiling beyond one for each kind;
         depth: how often a part may be cut again."""
-        units, known = find_units(
-            groups, self.partitioner, self.available, self.machine, most, self._fewer_products
-        )
-        forms = {u: () if u.group.opaque else onednn_steps(u.region, self.weights) for u in units}
+        units, known = find_units(groups, self.partitioner, self.generator, self.context, most)
+        forms = {u: self._onednn(u) for u in units}
         for u in units:
             if forms[u] and u.key not in known and (v := load_verdict(u.key)) is not None:
                 known[u.key] = v
+        known |= self._unwritten(units, known)
         verdicts = self._decide(units, forms, known)
-        nothing = (None, None)
-        found = [Choice(u, *verdicts.get(u.key, nothing), forms[u]) for u in units]
+        verdicts |= self._failed([u for u in units if u.key not in known], verdicts)
+        found = [self._choice(u, verdicts.get(u.key), forms[u]) for u in units]
         if depth:
             found = self._cut(found, known, depth)
         return self._parts(found, max(depth - 1, 0))
+
+    def _onednn(self, u: Unit) -> tuple[LibraryForm, ...]:
+        if u.group.opaque or self.device.type != "cpu" or not self.generator.timed:
+            return ()
+        return onednn_steps(u.region, self.weights)
+
+    def _choice(
+        self, u: Unit, found: tuple[Verdict, Built | None] | None, form: tuple[LibraryForm, ...]
+    ) -> Choice:
+        verdict, built = found or (None, None)
+        kernel = None
+        if verdict is not None and built is not None:
+            kernel = self.generator.kernel(u.candidates[verdict.index], built)
+        return Choice(u, verdict, built, kernel, form)
+
+    def _unwritten(self, units: Sequence[Unit], known: dict[str, Verdict]) -> dict[str, Verdict]:
+        """A cut for each kind of region that can't be written as one kernel after all."""
+        kinds = {u.key: u for u in reversed(units) if u.refusal is not None and not u.group.opaque}
+        found = {
+            k: self._cut_untimed(u, str(u.refusal)) for k, u in kinds.items() if k not in known
+        }
+        return {k: v for k, v in found.items() if v is not None}
+
+    def _failed(
+        self, units: Sequence[Unit], verdicts: dict[str, tuple[Verdict, Built | None]]
+    ) -> dict[str, tuple[Verdict, Built | None]]:
+        """A cut for each kind of region of which every kernel was refused before it was timed:
+        smaller ones may do."""
+        out: dict[str, tuple[Verdict, Built | None]] = {}
+        for k, u in {u.key: u for u in reversed(units) if u.candidates}.items():
+            v, _ = verdicts[k]
+            if v.kind == "library" and v.library_us is None and v.refused:
+                cut = self._cut_untimed(u, v.refused[0][1])
+                out |= {k: (cut, None)} if cut is not None else {}
+        return out
+
+    def _cut_untimed(self, u: Unit, why: str) -> Verdict | None:
+        cut = cheapest_cut(u.region, (), launches)
+        if cut is None:
+            return None
+        v = Verdict("split", cut=cut.first, refused=((u.region.name, why),))
+        store_verdict(u.key, v)
+        return v
 
     # -- whole groups
 
@@ -144,33 +193,50 @@ class Decider:
         units: Sequence[Unit],
         forms: dict[Unit, tuple[LibraryForm, ...]],
         known: dict[str, Verdict],
-    ) -> dict[str, tuple[Verdict, Binary | None]]:
+    ) -> dict[str, tuple[Verdict, Built | None]]:
         """A verdict for every kind of region, from the cache or by building and timing."""
         kinds = {u.key: u for u in reversed(units) if u.candidates or forms[u]}
         unknown = [k for k in kinds if k not in known]
         places = [(k, i) for k, u in kinds.items() for i in u.candidates]
         self.progress("building kernels", 0, len(places))
-        sources = [kinds[k].candidates[i].source.text for k, i in places]
-        binaries = dict(zip(places, build_all(sources), strict=True))
+        made = self.generator.build_all([kinds[k].candidates[i] for k, i in places])
+        built = dict(zip(places, made, strict=True))
         new = {}
         for n, k in enumerate(unknown):
             self.progress("measuring", n, len(unknown))
-            u = kinds[k]
-            mine = {i: binaries[k, i] for i in u.candidates}
-            share = min(self.settings.budget_s / len(unknown) / 2, MEASURE_S)
-            constants = self.partitioner.constants
-            new[k] = tune(u.region, u.candidates, mine, forms[u], constants, self.values, share)
+            new[k] = self._measure(
+                kinds[k],
+                {i: built[k, i] for i in kinds[k].candidates},
+                forms,
+                min(self.settings.budget_s / len(unknown) / 2, MEASURE_S),
+            )
             store_verdict(k, new[k])
-        out: dict[str, tuple[Verdict, Binary | None]] = {}
+        out: dict[str, tuple[Verdict, Built | None]] = {}
         for k, v in {**known, **new}.items():
-            b = binaries.get((k, v.index)) if v.kind == "kernel" else None
-            if v.kind == "kernel" and not isinstance(b, Binary):
+            b = built.get((k, v.index)) if v.kind == "kernel" else None
+            if isinstance(b, Failure):
                 v, b = Verdict("library", refused=((str(b), "could not be built"),)), None
-            out[k] = (v, b if isinstance(b, Binary) else None)
-        built = [b for b in binaries.values() if isinstance(b, Binary)]
-        self.built += sum(not b.reused for b in built)
-        self.reused += sum(b.reused for b in built)
+            out[k] = (v, b)
+        good = [b for b in made if not isinstance(b, Failure)]
+        self.built += sum(not b.reused for b in good)
+        self.reused += sum(b.reused for b in good)
         return out
+
+    def _measure(
+        self,
+        u: Unit,
+        built: dict[int, Built | Failure],
+        forms: dict[Unit, tuple[LibraryForm, ...]],
+        seconds: float,
+    ) -> Verdict:
+        kernels = {
+            i: b if isinstance(b, Failure) else self.generator.kernel(u.candidates[i], b)
+            for i, b in built.items()
+        }
+        constants, values = self.partitioner.constants, self.values
+        return tune(
+            u.region, u.candidates, kernels, forms[u], constants, values, seconds, self.clock
+        )
 
     # -- parts of groups
 
@@ -185,7 +251,8 @@ class Decider:
             self.progress("trying cuts", i, len(tried))
             assert c.verdict is not None
             runs = [p.run(self.values) for p in (*parts[2 * i], *parts[2 * i + 1])]
-            whole, split = fastest([c.run(self.values), lambda r=runs: _all(r)], MEASURE_S)
+            both = [c.run(self.values), lambda r=runs: _all(r)]
+            whole, split = fastest(both, MEASURE_S, clock=clock_for(self.device))
             v = replace(c.verdict, split_us=split * 1e6, cut=cut.first)
             # measured again, side by side with the parts
             v = replace(v, **{f"{v.kind}_us": whole * 1e6})
@@ -219,12 +286,11 @@ class Decider:
 
     def _short_part(self, c: Choice) -> bool:
         """The region has a convolution that could take Winograd's form, but its kernel has not."""
-        if c.verdict is None or c.verdict.kind != "kernel" or not self._fewer_products:
+        if c.verdict is None or c.verdict.kind != "kernel":
             return False
-        chosen = c.unit.candidates[c.verdict.index]
-        return not chosen.fewer_products and has_short_form(
-            c.unit.region, self.partitioner.constants
-        )
+        if c.unit.candidates[c.verdict.index].fewer_products:
+            return False
+        return self.generator.has_short_form(c.unit.region, self.partitioner.constants)
 
     def _parts(self, found: list[Choice], depth: int) -> list[list[Choice]]:
         """The choices with the parts of those that are cut in their place."""

@@ -21,10 +21,13 @@ def to_numpy(t: torch.Tensor) -> np.ndarray:
 
 
 def derived_tensor(
-    t: Tensor, available: frozenset[Tensor], strides: tuple[int, ...] | None = None
+    t: Tensor,
+    available: frozenset[Tensor],
+    strides: tuple[int, ...] | None = None,
+    device: torch.device | str = "cpu",
 ) -> Derived:
-    """A tensor that depends on constants only, evaluated in float64 and rounded once; dense, or
-    with the strides that a kernel asks for."""
+    """A tensor that depends on constants only, evaluated in float64 (on the CPU) and rounded once;
+    dense, or with the strides that a kernel asks for, on `device`."""
     if t in available:
         return Derived(f"{t.name} as {strides}", (t,), lambda v: _restrided(v[0].detach(), strides))
     sources = _sources(t, available)
@@ -34,7 +37,7 @@ def derived_tensor(
         given = {s: to_numpy(v) for s, v in zip(sources, values, strict=True)}
         (out,) = evaluate([t], given, exact=t.dtype.is_float)
         dense = torch.from_numpy(np.array(out, copy=True)).to(dtype).contiguous()
-        return _restrided(dense, strides)
+        return _restrided(dense.to(device), strides)
 
     return Derived(f"{t.name} as {strides}", sources, compute)
 
@@ -42,7 +45,7 @@ def derived_tensor(
 def _restrided(x: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
     if strides is None:
         return x.contiguous()
-    return torch.empty_strided(x.shape, strides, dtype=x.dtype).copy_(x)
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def _sources(t: Tensor, available: frozenset[Tensor]) -> tuple[Tensor, ...]:

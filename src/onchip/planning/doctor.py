@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
 import platform
@@ -11,14 +12,27 @@ import torch
 
 from onchip.analysis.roofline import Ceilings
 from onchip.backends.cpp.compiler import cache_folder, compiler_version
-from onchip.errors import CacheError, CompilerError
+from onchip.backends.triton.build import build_all, triton_version
+from onchip.backends.triton.launcher import driver
+from onchip.backends.triton.source import Launch, TritonSource
+from onchip.errors import CacheError, CompilerError, DeviceError
+from onchip.fusion.machine import GPUS
 from onchip.planning import machine
+
+# What is built to see whether Triton works.
+_TINY = TritonSource(
+    "import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef kernel(out0):\n"
+    "    tl.store(out0 + tl.arange(0, 128), 1.0)\n",
+    (Launch("kernel", 1, (0,)),),
+    (),
+    (),
+    ("*fp32",),
+)
 
 Row = tuple[str, str, str]  # item, what was found, what to do ("" if nothing)
 
 # distribution -> what it gives
 _OPTIONAL = {
-    "triton": "GPU kernels (comes with torch on Linux with CUDA)",
     "torchvision": 'torchvision: models; pip install "onchip[models]"',
     "timm": 'timm: models; pip install "onchip[models]"',
     "transformers": 'transformers: models; pip install "onchip[models]"',
@@ -34,6 +48,8 @@ def examine() -> list[Row]:
         ("torch", torch.__version__, ""),
         _processor(),
         _gpu(),
+        _driver(),
+        _triton(),
         _compiler(),
         _cache(),
         *(_optional(name, gives) for name, gives in _OPTIONAL.items()),
@@ -63,12 +79,41 @@ def _processor() -> Row:
 
 def _gpu() -> Row:
     if torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability()
-        return ("GPU", f"{torch.cuda.get_device_name()}, sm_{major}{minor}", "")
-    advice = "analyze --device h200 predicts for one; to run on one, install its driver"
+        p = torch.cuda.get_device_properties(0)
+        count = torch.cuda.device_count()
+        text = f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB"
+        return ("GPU", f"{count} of {text}" if count > 1 else text, "")
+    advice = "analyze and kernels --device h200 predict for one; to run on one, install its driver"
     if torch.version.cuda is None:
         advice += " and a torch built for CUDA"
     return ("GPU", "none that torch sees", advice)
+
+
+def _driver() -> Row:
+    """NVIDIA's driver, and the CUDA version that it supports."""
+    found = ctypes.c_int()
+    try:
+        driver().cuDriverGetVersion(ctypes.byref(found))
+    except DeviceError:
+        return (
+            "NVIDIA driver",
+            "not installed",
+            "needed to run kernels, not to build them",
+        )
+    major, minor = found.value // 1000, found.value % 1000 // 10
+    own = f"torch is built for CUDA {torch.version.cuda}"
+    return ("NVIDIA driver", f"for CUDA {major}.{minor}; {own}", "")
+
+
+def _triton() -> Row:
+    """Whether Triton builds a kernel, in a process of its own."""
+    try:
+        (made,) = build_all([_TINY], GPUS["h200"])
+    except (CompilerError, CacheError) as error:
+        return ("Triton", version("triton") or "not installed", str(error))
+    if isinstance(made, CompilerError):
+        return ("Triton", f"{triton_version()}, builds nothing", str(made))
+    return ("Triton", f"{triton_version()}, builds a kernel for sm_90", "")
 
 
 def _compiler() -> Row:

@@ -52,7 +52,9 @@ def measure(device: str = "cpu", refresh: bool = False) -> Ceilings:
     path = _path(device)
     if not refresh and (known := _read(path)) is not None:
         return known
-    with torch.random.fork_rng():  # the user's random numbers go on as if nothing had happened
+    gpus = [] if kind == "cpu" else [torch.device(device).index or torch.cuda.current_device()]
+    # the user's random numbers go on as if nothing had happened
+    with torch.random.fork_rng(devices=gpus):
         found = _measure_cpu() if kind == "cpu" else _measure_gpu(device)
     _write(path, found)
     return found
@@ -179,6 +181,9 @@ def _measure_gpu(device: str) -> Ceilings:
 
     n = 1 << 28
     copy_us = _copy_us(n, device, lambda run: clock(run, 5, 20))
+    src, dst = torch.ones(2, n, device=device)
+    # the driver's copy may be slower than a kernel that reads and writes as much
+    copy_us = min(copy_us, clock(lambda: torch.neg(src, out=dst), 5, 20))
     t = torch.ones(8, device=device)
     launch = clock(lambda: torch.relu(t), 10, 500)
     return Ceilings(

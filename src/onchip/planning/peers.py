@@ -69,6 +69,11 @@ def _export_onnx(module: torch.nn.Module, args: tuple[Any, ...], path: Path) -> 
 PEERS: dict[str, Maker] = {"inductor": inductor, "onnxruntime": onnxruntime}
 
 
+def names_for(device: torch.device) -> tuple[str, ...]:
+    """The peers that run models on a device."""
+    return ("inductor",) if device.type == "cuda" else tuple(PEERS)
+
+
 def make_peers(
     module: torch.nn.Module, args: tuple[Any, ...], names: tuple[str, ...] = tuple(PEERS)
 ) -> tuple[dict[str, Call], dict[str, str]]:

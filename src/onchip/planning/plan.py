@@ -6,13 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from onchip.backends.triton.source import Workspace
 from onchip.ir.expr import Tensor
 from onchip.ir.graph import LibraryCall, Node
 
+# Generated kernels for GPUs load 16 bytes at a time: their pointers are multiples of that.
+GPU_POINTER = 16
+
 
 class Kernel(Protocol):
-    """Compiled code. `run` takes data pointers in the step's order (inputs, derived, outputs)
-    and returns 0, or 1 (an index out of range), or 2 (integer division by zero)."""
+    """Compiled code. `run` takes data pointers in the step's order (inputs, derived, outputs,
+    workspace) and returns 0, or 1 (an index out of range), or 2 (integer division by zero). On a
+    GPU it enqueues the work on PyTorch's current stream."""
 
     def run(self, pointers: list[int]) -> int: ...
 
@@ -76,7 +81,8 @@ class CallStep:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class KernelStep:
-    """One launch. `nodes` are the operators it computes."""
+    """One call of a generated kernel. `nodes` are the operators it computes; `workspace` is memory
+    of the step's own, whose pointers follow the outputs'."""
 
     name: str
     kernel: Kernel
@@ -84,6 +90,7 @@ class KernelStep:
     outputs: tuple[Tensor, ...]
     derived: tuple[Derived, ...] = ()
     nodes: tuple[Node, ...] = ()
+    workspace: tuple[Workspace, ...] = ()
 
 
 Step = LibraryStep | CallStep | KernelStep

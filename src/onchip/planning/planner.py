@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from onchip.analysis.record import Decision
-from onchip.backends.cpp.compiler import Binary, panel_width
 from onchip.capture.captured import Captured
 from onchip.capture.cleanup import constant_tensors
+from onchip.capture.devices import device_of
 from onchip.capture.schema import is_view
-from onchip.errors import CompilerError
 from onchip.fusion.layout import choose_layouts
-from onchip.fusion.machine import Machine
 from onchip.fusion.partition import Partition, Partitioner
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.ir.expr import Tensor
 from onchip.ir.graph import Graph, Node
 from onchip.planning.decide import Choice, Decider, Progress
+from onchip.planning.generators import Built, generator_for
 from onchip.planning.plan import CallStep, Plan, Step
 from onchip.planning.tuner import Verdict
 from onchip.planning.units import Unit
@@ -29,16 +28,19 @@ from onchip.settings import Settings
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Planned:
-    """A plan and its books."""
+    """A plan and its books. generator: "cpp" or "triton"; timed: whether its kernels' times say
+    anything; problem: why it could build nothing ("" if it could)."""
 
     plan: Plan
-    steps_of: tuple[tuple[Step, Unit, Verdict | None, Binary | None], ...]
+    steps_of: tuple[tuple[Step, Unit, Verdict | None, Built | None], ...]
     decisions: tuple[Decision, ...]
     built: int
     reused: int
     seconds: float
     partition: Partition
-    times: dict[str, float] = field(default_factory=dict)
+    generator: str = "cpp"
+    timed: bool = True
+    problem: str = ""
 
 
 def plan(
@@ -47,18 +49,20 @@ def plan(
     settings: Settings,
     progress: Progress = lambda *_: None,
 ) -> Planned:
-    """Decide how the program runs. Without a C++ compiler every operator is a library call."""
+    """Decide how the program runs. Without a compiler every operator is a library call. Raises
+    InputError if the settings name a generator that can't write for the inputs' device."""
     start = time.perf_counter()
     graph = captured.graph
     layouts = choose_layouts(graph, lambda n: is_view(n.call.target))
     graph = copying_views(graph, layouts)
     constants = frozenset(constant_tensors(graph)) | frozenset(graph.constants)
-    machine = Machine(settings.threads or torch.get_num_threads(), _panel_width())
-    partitioner = Partitioner(graph, layouts, constants, machine, settings.fuel)
+    device = device_of(captured, inputs)
+    generator = generator_for(device, settings)
+    partitioner = Partitioner(graph, layouts, constants, generator.root_of, settings.fuel)
     partition = partitioner.run()
-    decider = Decider(captured, inputs, settings, partitioner, machine, progress)
+    decider = Decider(captured, inputs, settings, partitioner, generator, device, progress)
     choices = decider.choices(partition.groups)
-    steps = tuple((s, c.unit, c.verdict, c.binary) for c in choices for s in c.steps)
+    steps = tuple((s, c.unit, c.verdict, c.built) for c in choices for s in c.steps)
     return Planned(
         Plan(tuple(s for s, *_ in steps), layouts),
         steps,
@@ -67,6 +71,9 @@ def plan(
         decider.reused,
         time.perf_counter() - start,
         partition,
+        generator.name,
+        generator.timed,
+        generator.problem,
     )
 
 
@@ -80,13 +87,6 @@ def copying_views(graph: Graph, layouts: dict[Tensor, tuple[int, ...]]) -> Graph
             n = replace(n, call=replace(n.call, target="aten.reshape.default"))
         nodes.append(n)
     return graph.with_nodes(nodes)
-
-
-def _panel_width() -> int:
-    try:
-        return panel_width()
-    except CompilerError:
-        return 16
 
 
 def _decisions(
@@ -140,7 +140,8 @@ def _cut(a: Choice, b: Choice) -> Decision:
     whole = [x for x, y in zip(a.cut_from, b.cut_from, strict=False) if x is y][-1]
     v = whole.verdict
     assert v is not None
-    assert v.split_us is not None
+    if v.split_us is None:
+        return _refused(Refusal(Rule.NOT_WHOLE, whole.unit.region.name, v.refused[0][1]))
     fused = "one kernel takes" if v.kernel_us is not None else "no kernel runs it whole; it takes"
     text = f"{fused} {_whole_us(v):,.0f} µs, the parts {v.split_us:,.0f} µs"
     return _refused(Refusal(Rule.SLOWER, whole.unit.region.name, text, dict(v.costs)))

@@ -13,15 +13,17 @@ from typing import Any
 
 import torch
 
-from onchip.backends.cpp.compiler import Binary, cache_folder
-from onchip.errors import CompilerError
+from onchip.backends.cpp.compiler import cache_folder
+from onchip.backends.triton.source import Workspace
+from onchip.errors import CompilerError, InternalError, OnchipError
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.fusion.region import Region
 from onchip.ir.expr import Tensor
-from onchip.planning.candidates import Candidate, CompiledKernel, runner
+from onchip.planning.candidates import Candidate, runner
 from onchip.planning.library import Step, aten_steps, planted, run_of
-from onchip.planning.plan import CallStep
-from onchip.planning.timing import fastest
+from onchip.planning.plan import CallStep, Kernel
+from onchip.planning.precision import TF32_TOLERANCE
+from onchip.planning.timing import HOST, Clock, fastest
 from onchip.planning.values import Values
 
 # A float32 result may differ from eager's by roundings in another order, not by more.
@@ -67,24 +69,26 @@ class Verdict:
         return {n: t for n in names if (t := getattr(self, n)) is not None}
 
 
-def kernel_of(candidate: Candidate, binary: Binary) -> CompiledKernel:
-    arity = len(candidate.inputs) + len(candidate.derived) + len(candidate.source.outputs)
-    return CompiledKernel(binary, arity)
-
-
 def tune(
     region: Region,
     candidates: Mapping[int, Candidate],
-    binaries: Mapping[int, Binary | CompilerError],
+    kernels: Mapping[int, Kernel | CompilerError | Refusal],
     onednn: Sequence[Step],
     constants: frozenset[Tensor],
     values: Values,
     budget_s: float,
+    clock: Clock | None = HOST,
 ) -> Verdict:
-    """Check and time the ways of running one region: its candidates (numbered, with their
-    binaries), its operators as ATen calls, and oneDNN's calls (`onednn`; empty: none)."""
+    """Check and time the ways of running one region: its candidates (numbered, with their built
+    kernels), its operators as ATen calls, and oneDNN's calls (`onednn`; empty: none). Without a
+    clock nothing is timed, and the first candidate that is correct is chosen."""
     refused: list[tuple[str, str]] = []
-    kernels = dict(_checked(candidates, binaries, values, refused))
+    if clock is None:
+        right = next(_checked(candidates, kernels, values, refused), None)
+        if right is None:
+            return Verdict("library", refused=tuple(refused))
+        return Verdict("kernel", right[0], refused=tuple(refused))
+    mine = dict(_checked(candidates, kernels, values, refused))
     runs: dict[str, Callable[[], object]] = {"library": run_of(aten_steps(region.nodes), values)}
     if onednn:
         problem = check_steps(onednn, region, constants, values)
@@ -92,17 +96,17 @@ def tune(
             refused.append(("oneDNN", str(Refusal(Rule.WRONG, region.name, problem))))
         else:
             runs["onednn"] = run_of(onednn, values)
-    if not kernels and len(runs) == 1:
+    if not mine and len(runs) == 1:
         return Verdict("library", refused=tuple(refused))
-    timed = fastest([*runs.values(), *kernels.values()], budget_s)
-    times = {k: t * 1e6 for k, t in zip((*runs, *kernels), timed, strict=True)}
-    found = _fastest_of(times, candidates, kernels, tuple(refused))
+    timed = fastest([*runs.values(), *mine.values()], budget_s, clock=clock)
+    times = {k: t * 1e6 for k, t in zip((*runs, *mine), timed, strict=True)}
+    found = _fastest_of(times, candidates, mine, tuple(refused))
     calls = [s for s in onednn if isinstance(s, CallStep)]
     if found.onednn_us is None or len(calls) == len(onednn):
         return found
     if found.kernel_us is not None and found.onednn_us > HOPELESS * found.kernel_us:
         return found
-    only = fastest([run_of(calls, values)], budget_s / 4)[0]
+    only = fastest([run_of(calls, values)], budget_s / 4, clock=clock)[0]
     return replace(found, calls_us=only * 1e6)
 
 
@@ -128,35 +132,59 @@ def _fastest_of(
 
 def _checked(
     candidates: Mapping[int, Candidate],
-    binaries: Mapping[int, Binary | CompilerError],
+    kernels: Mapping[int, Kernel | CompilerError | Refusal],
     values: Values,
     refused: list[tuple[str, str]],
 ) -> Iterator[tuple[int, Callable[[], object]]]:
     """The candidates that write eager's values, ready to run; why not, for the others."""
     derived: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for i, c in candidates.items():
-        b = binaries[i]
-        if isinstance(b, CompilerError):
-            refused.append((c.choice, str(Refusal(Rule.COMPILER, text=str(b)))))
+        k = kernels[i]
+        if isinstance(k, CompilerError):
+            k = Refusal(Rule.COMPILER, text=str(k))
+        if isinstance(k, Refusal):
+            refused.append((c.choice, str(k)))
             continue
         # siblings share their weights' packing
         key = tuple(d.name for d in c.derived)
         if key not in derived:
             derived[key] = [d.compute([values[s] for s in d.sources]) for d in c.derived]
-        outputs = [_empty_like(values[t]) for t in c.source.outputs]
-        run = runner(c, kernel_of(c, b), values.__getitem__, derived[key], outputs)
-        problem = check(run, c.source.outputs, outputs, values)
+        trial = Trial.of(c, k, values, derived[key])
+        problem = check(trial, values)
         if problem:
             refused.append((c.choice, str(Refusal(Rule.WRONG, c.region.name, problem))))
         else:
-            yield i, run
+            yield i, trial.run
 
 
-def kernel_run(candidate: Candidate, binary: Binary, values: Values) -> Callable[[], object]:
+@dataclass(frozen=True, eq=False, slots=True)
+class Trial:
+    """A kernel that runs on the program's values, its results and workspace in memory of their
+    own."""
+
+    candidate: Candidate
+    run: Callable[[], int]
+    outputs: tuple[torch.Tensor, ...]
+    workspace: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(
+        cls, candidate: Candidate, kernel: Kernel, values: Values, derived: Sequence[torch.Tensor]
+    ) -> Trial:
+        outputs = tuple(_empty_like(values[t]) for t in candidate.outputs)
+        workspace = tuple(_bytes(w, outputs[0].device) for w in candidate.workspace)
+        run = runner(candidate, kernel, values.__getitem__, derived, outputs, workspace)
+        return cls(candidate, run, outputs, workspace)
+
+
+def _bytes(w: Workspace, device: torch.device) -> torch.Tensor:
+    return torch.zeros(w.nbytes, dtype=torch.uint8, device=device)
+
+
+def kernel_run(candidate: Candidate, kernel: Kernel, values: Values) -> Callable[[], object]:
     """A closure that runs one built kernel once, into memory of its own."""
     derived = [d.compute([values[s] for s in d.sources]) for d in candidate.derived]
-    outputs = [_empty_like(values[t]) for t in candidate.source.outputs]
-    return runner(candidate, kernel_of(candidate, binary), values.__getitem__, derived, outputs)
+    return Trial.of(candidate, kernel, values, derived).run
 
 
 def check_steps(
@@ -194,24 +222,54 @@ def poison(x: torch.Tensor) -> None:
         x.fill_(77)
 
 
-def check(
-    run: Callable[[], object], outputs: Sequence[Tensor], got: list[torch.Tensor], values: Values
-) -> str:
+def check(trial: Trial, values: Values) -> str:
     """ "" if the kernel writes eager's values, else what is wrong."""
-    for x in got:
+    spaces = list(zip(trial.candidate.workspace, trial.workspace, strict=True))
+    for x in trial.outputs:
         poison(x)
-    status = run()
+    for w, x in spaces:
+        if not w.zeroed:
+            x.fill_(0xFF)  # NaN in every type of floating point
+    try:
+        status = trial.run()
+        wait(trial.outputs)
+    except (OnchipError, RuntimeError) as error:
+        _still_usable(trial, error)
+        return f"it could not be run: {error}"
     if status:
         return f"status {status}"
-    for t, x in zip(outputs, got, strict=True):
-        problem = difference(x, values[t])
+    least = TF32_TOLERANCE if trial.candidate.precision == "tf32" else 0.0
+    for t, x in zip(trial.candidate.outputs, trial.outputs, strict=True):
+        problem = difference(x, values[t], least)
         if problem:
             return f"{t.name}: {problem}"
+    if any(w.zeroed and bool(x.any()) for w, x in spaces):
+        return "it leaves other values than zeros in a workspace that the next call finds"
     return ""
 
 
-def difference(got: torch.Tensor, expected: torch.Tensor) -> str:
-    """ "" if the tensors agree to the type's tolerance (NaN and inf at the same places)."""
+def wait(tensors: Sequence[torch.Tensor]) -> None:
+    """Until a GPU has computed them; errors of its kernels are raised here."""
+    for x in tensors:
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
+            return
+
+
+def _still_usable(trial: Trial, error: Exception) -> None:
+    """Raise InternalError if a kernel's error (a wrong address) has ended all work on the GPU."""
+    try:
+        wait(trial.outputs)
+    except RuntimeError:
+        raise InternalError(
+            f"{trial.candidate.region.name}, {trial.candidate.choice}: the generated kernel ended "
+            f"all work on the GPU ({error}); please report this, and start a new process"
+        ) from error
+
+
+def difference(got: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -> str:
+    """ "" if the tensors agree to the type's tolerance, or to `least` if that is more (NaN and inf
+    at the same places)."""
     if not expected.dtype.is_floating_point:
         same = torch.equal(got, expected)
         return "" if same else f"{int((got != expected).sum())} elements differ"
@@ -223,7 +281,7 @@ def difference(got: torch.Tensor, expected: torch.Tensor) -> str:
         return "NaN at other places"
     d = torch.where(finite, a - b, torch.zeros_like(a)).norm().item()
     size = torch.where(finite, b, torch.zeros_like(b)).norm().item()
-    limit = TOLERANCE.get(expected.dtype, 1e-3)
+    limit = max(TOLERANCE.get(expected.dtype, 1e-3), least)
     if d <= limit * size or d <= 1e-6 * max(b.numel(), 1) ** 0.5:
         return ""
     return f"relative error {d / max(size, 1e-300):.1e}"

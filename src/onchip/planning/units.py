@@ -11,26 +11,24 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import onchip
 from onchip.analysis.work import flops
-from onchip.backends.cpp.compiler import compiler_version, find_compiler, target_macros
 from onchip.capture.schema import is_view
-from onchip.errors import CompilerError
-from onchip.fusion.machine import Machine
 from onchip.fusion.partition import Group, Partitioner
 from onchip.fusion.refusal import Refusal
 from onchip.fusion.region import Region
 from onchip.fusion.signature import numbered
 from onchip.ir.expr import Tensor
-from onchip.planning.candidates import Candidate, Variant, variants, write
+from onchip.planning.candidates import Candidate, Context
+from onchip.planning.generators import Generator
 from onchip.planning.tuner import Verdict, load_verdict
 from onchip.settings import Settings
 
-# What one kernel takes to compile, and the part of the budget that compiling may take.
-SECONDS_PER_KERNEL = 0.5
+# The part of the budget that compiling may take.
 COMPILE_SHARE = 0.15
 # Floating-point operations in the time that one byte takes: only to compare kinds of regions.
 FLOPS_PER_BYTE = 8
@@ -54,42 +52,38 @@ class _Kind:
 
     region: Region
     tensors: tuple[Tensor, ...]
-    variants: Sequence[Variant]
+    variants: Sequence[Any]
     refusal: Refusal | None = None
 
 
-def most_sources(settings: Settings) -> int:
+def most_sources(settings: Settings, generator: Generator) -> int:
     """Kernels that may be compiled for one specialisation (each kind of region gets one)."""
     seconds = settings.budget_s * COMPILE_SHARE * (os.cpu_count() or 1)
-    return int(seconds / SECONDS_PER_KERNEL)
+    return int(seconds / generator.seconds_per_kernel)
 
 
 def find_units(
     groups: Sequence[Group],
     partitioner: Partitioner,
-    available: frozenset[Tensor],
-    machine: Machine,
+    generator: Generator,
+    context: Context,
     most: int,
-    fewer_products: bool = True,
 ) -> tuple[list[Unit], dict[str, Verdict]]:
-    """Units in the groups' order, and the verdicts that are known already. `available`: tensors
-    that exist when the program runs. `most`: sources worth compiling, beyond one for each kind.
-    fewer_products: 3-tap convolutions may take Winograd's form."""
-    strides, constants = partitioner.strides, partitioner.constants
+    """Units in the groups' order, and the verdicts that are known already. `most`: sources worth
+    compiling, beyond one for each kind."""
     places: list[tuple[Group, Region, str, tuple[Tensor, ...]]] = []
     for g in groups:
         region = partitioner.region(g.nodes)
-        text, tensors = numbered(region, strides, constants)
+        text, tensors = numbered(region, context.strides, context.constants)
         # an operator may be the library's for its place in the graph: another kind, then
         text = f"library only\n{text}" if g.opaque else text
-        key = _key(text if fewer_products else f"all products\n{text}", machine)
-        places.append((g, region, key, tensors))
-    kinds, known = _kinds(places, partitioner, fewer_products)
+        places.append((g, region, _key(text, generator), tensors))
+    kinds, known = _kinds(places, generator, context)
     limits = _limits(kinds, known, [key for _, _, key, _ in places], most)
     written: dict[str, dict[int, Candidate] | Refusal] = {}
     for k, kind in kinds.items():
         chosen = [known[k].index] if k in known else range(limits[k])
-        written[k] = _write(kind, chosen, strides, constants, available)
+        written[k] = _write(kind, chosen, generator, context)
     units = []
     for g, region, k, tensors in places:
         found = partitioner.own_refusal(g.nodes[0]) if g.opaque else written.get(k, {})
@@ -102,14 +96,16 @@ def find_units(
 
 def _kinds(
     places: Sequence[tuple[Group, Region, str, tuple[Tensor, ...]]],
-    partitioner: Partitioner,
-    fewer_products: bool,
+    generator: Generator,
+    context: Context,
 ) -> tuple[dict[str, _Kind], dict[str, Verdict]]:
     """The first region of each kind that kernels might run, and the stored verdicts."""
     kinds: dict[str, _Kind] = {}
     known: dict[str, Verdict] = {}
+    if generator.problem:
+        return kinds, known
     for group, region, key, tensors in places:
-        if key in kinds or group.opaque or _launches_nothing(group) or not have_compiler():
+        if key in kinds or group.opaque or _launches_nothing(group):
             continue
         verdict = load_verdict(key)
         if verdict is not None:
@@ -117,12 +113,10 @@ def _kinds(
         if verdict is not None and verdict.kind != "kernel":
             kinds[key] = _Kind(region, tensors, ())
             continue
-        p = partitioner
-        ways = variants(region, p.strides, p.constants, p.machine, fewer_products)
-        match ways:
-            case Refusal():
-                kinds[key] = _Kind(region, tensors, (), ways)
-            case _:
+        match generator.variants(region, context):
+            case Refusal() as refusal:
+                kinds[key] = _Kind(region, tensors, (), refusal)
+            case ways:
                 kinds[key] = _Kind(region, tensors, ways)
     return kinds, known
 
@@ -138,9 +132,8 @@ def _limits(
 def _write(
     kind: _Kind,
     chosen: Sequence[int],
-    strides: dict[Tensor, tuple[int, ...]],
-    constants: frozenset[Tensor],
-    available: frozenset[Tensor],
+    generator: Generator,
+    context: Context,
 ) -> dict[int, Candidate] | Refusal:
     """The chosen variants' kernels, equal ones once; if none can be written, the first that can."""
     out: dict[int, Candidate] = {}
@@ -150,7 +143,7 @@ def _write(
     for i in [*chosen, *rest]:
         if i >= len(kind.variants) or (i not in chosen and out):
             continue
-        c = write(kind.region, kind.variants[i], strides, constants, available)
+        c = generator.write(kind.region, kind.variants[i], context)
         if isinstance(c, Refusal):
             refused = refused or c
         elif c.source.text not in texts:
@@ -195,18 +188,9 @@ def _launches_nothing(group: Group) -> bool:
     return all(is_view(n.call.target) for n in group.nodes)
 
 
-def have_compiler() -> bool:
-    try:
-        find_compiler()
-    except CompilerError:
-        return False
-    return True
-
-
-def _key(text: str, machine: Machine) -> str:
-    parts = [text, repr(machine), torch.__version__, _code_version()]
-    if have_compiler():
-        parts += [compiler_version(), *sorted(target_macros())]
+def _key(text: str, generator: Generator) -> str:
+    machine = repr(generator.machine)
+    parts = [text, machine, torch.__version__, _code_version(), generator.name, *generator.key]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 

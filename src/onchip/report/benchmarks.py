@@ -11,7 +11,7 @@ from typing import Any
 
 from onchip.errors import OnchipError
 from onchip.report import schema
-from onchip.report.text import UNKNOWN, count, time
+from onchip.report.text import UNKNOWN, count, quantity, time
 
 HEAD = """# Benchmarks
 
@@ -22,7 +22,14 @@ the relative distance from a float64 run, in the Euclidean norm. The floor is wh
 outputs and weights once, or doing the arithmetic, takes at the machine's measured ceilings; the
 arithmetic is the operators' own, of which Winograd's form of a 3-tap convolution does less.
 `vs best` is the best peer's time over onchip's: above 1, onchip is the fastest.
+
+On a GPU each form runs inside CUDA graphs, over rotated inputs that together are several times its
+last cache. `bytes` are inputs, weights and results, each once; `share` is how much of the rate of a
+plain copy (read plus written) moving them at that time is; `target` is what the project promises.
 """
+
+# columns that only some suites have
+EXTRA = {"bytes": "bytes", "share": "share", "target_us": "target"}
 
 
 def document(results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -38,14 +45,15 @@ def _suite(result: Mapping[str, Any]) -> str:
     rows = result["rows"]
     peers = list(dict.fromkeys(p for r in rows for p in r["peers"]))
     versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
-    head = ["model", "dtype", "onchip", *peers, "vs eager", "vs best", "floor", "launches",
-            "error (eager's)"]  # fmt: skip
+    extra = [k for k in EXTRA if any(r[k] is not None for r in rows)]
+    head = ["model", "dtype", "onchip", *peers, "vs eager", "vs best", "floor",
+            *(EXTRA[k] for k in extra), "launches", "error (eager's)"]  # fmt: skip
     lines = [
         f"\n## {result['suite']} on {result['device']}\n",
         f"{result['date']}; {versions}.\n",
         _line(head),
         _line(["---", "---", *["---:"] * (len(head) - 2)]),
-        *(_line(_cells(r, peers)) for r in rows),
+        *(_line(_cells(r, peers, extra)) for r in rows),
         "",
         *_summary(rows),
         *(f"- {r['name']}: {r['notes']}" for r in rows if r["notes"]),
@@ -57,7 +65,21 @@ def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |"
 
 
-def _cells(row: Mapping[str, Any], peers: Sequence[str]) -> list[str]:
+def _extra(row: Mapping[str, Any], key: str) -> str:
+    """A figure that only some suites have."""
+    value, own = row[key], row["onchip_us"]
+    match key:
+        case _ if value is None:
+            return UNKNOWN
+        case "bytes":
+            return quantity(value, "B")
+        case "share":
+            return f"{value:.0%}"
+    met = own is not None and own <= value
+    return f"{time(value)} ({'met' if met else 'missed'})"
+
+
+def _cells(row: Mapping[str, Any], peers: Sequence[str], extra: Sequence[str]) -> list[str]:
     own = row["onchip_us"]
     known = {k: v for k, v in row["peers"].items() if v is not None}
     best = min(known.values(), default=None)
@@ -70,6 +92,7 @@ def _cells(row: Mapping[str, Any], peers: Sequence[str]) -> list[str]:
         _ratio(known.get("eager"), own),
         _ratio(best, own),
         time(row["floor_us"]),
+        *(_extra(row, k) for k in extra),
         count(row["launches"]),
         f"{errors[0]} ({errors[1]})",
     ]

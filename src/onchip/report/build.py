@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from onchip.analysis.record import Decision, KernelRow, LedgerEntry, Totals, total
+from onchip.analysis.record import Decision, GraphCoverage, KernelRow, LedgerEntry, Totals, total
 from onchip.analysis.roofline import Ceilings, kernel_us
 from onchip.analysis.summary import compute_us, program_bound_us
 from onchip.analysis.traffic import Ledger, Traffic, account
+from onchip.backends.cpp.compiler import Binary
+from onchip.backends.triton.build import Built
 from onchip.capture.captured import Captured
 from onchip.fusion.refusal import Rule
 from onchip.ir.expr import reduces
@@ -27,7 +30,8 @@ from onchip.report.report import (
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What a report says about a run that no graph knows. error, eager_error: against float64,
-    None if not verified; ceilings: None if the machine was not measured."""
+    None if not verified; ceilings: None if the machine was not measured; coverage: of a CUDA graph,
+    None on a CPU."""
 
     model: str
     device: str
@@ -37,6 +41,7 @@ class Facts:
     eager_error: float | None = None
     ceilings: Ceilings | None = None
     notes: tuple[str, ...] = ()
+    coverage: GraphCoverage | None = None
 
 
 def build_report(facts: Facts, compiled: Compiled, measured: Measured | None) -> Report:
@@ -59,15 +64,23 @@ def build_report(facts: Facts, compiled: Compiled, measured: Measured | None) ->
         baselines=measured.baselines if measured else {},
         bound_us=program_bound_us(graph, ceilings) if ceilings else None,
         launch=LaunchCost(
-            ceilings.launch_us if ceilings else None, measured.call_us if measured else None
+            ceilings.launch_us if ceilings else None, _fused_launch_us(facts, measured)
         ),
         numerics=Numerics(facts.error, facts.eager_error, tuple(_ledger(compiled))),
         plan=PlanSummary(_sum(k.predicted_us for k in kernels)),
         compile=CompileSummary(compiled.seconds, compiled.planned.built, compiled.planned.reused),
+        cuda_graph=facts.coverage or GraphCoverage(),
         kernels=kernels,
         decisions=tuple(_decisions(compiled)),
         notes=(*facts.notes, *_notes(compiled), *(measured.notes if measured else ())),
     )
+
+
+def _fused_launch_us(facts: Facts, measured: Measured | None) -> float | None:
+    """What one more kernel of the program costs: a node of its CUDA graph, or a call."""
+    if facts.coverage is not None and facts.coverage.graphed and facts.ceilings is not None:
+        return facts.ceilings.graph_launch_us
+    return measured.call_us if measured else None
 
 
 def _shipped(compiled: Compiled) -> Captured:
@@ -102,15 +115,15 @@ def _rows(
                 yield _library_row(node, ledger, folded, node_us, ceilings)
         return
     own = {n.name: n for n in ledger.graph.nodes}  # planning may have put a copy in a node's place
-    for step, unit, verdict, binary in compiled.planned.steps_of:
+    for step, unit, verdict, built in compiled.planned.steps_of:
         if isinstance(step, LibraryStep):
             node = own[step.node.name]
             if not ledger.is_free(node):
                 yield _library_row(node, ledger, folded, node_us, ceilings)
             continue
         nodes = tuple(own[n.name] for n in step.nodes)
-        traffic = ledger.kernel(nodes)
-        row = _row(step.name, nodes, traffic, ledger, folded, ceilings)
+        traffic = launched(ledger.kernel(nodes), built)
+        row = kernel_row(step.name, nodes, traffic, ledger, folded, ceilings)
         if isinstance(step, CallStep):
             alone = verdict is not None and step.nodes == unit.region.nodes
             us = verdict.onednn_us if verdict is not None and alone else None
@@ -122,11 +135,10 @@ def _rows(
         yield (
             replace(
                 row,
-                backend="cpp",
+                backend=compiled.planned.generator,
                 choice=choice,
                 measured_us=verdict.kernel_us if verdict else None,
-                code_bytes=binary.code_bytes if binary else None,
-                compile_s=None if binary is None else 0.0 if binary.reused else binary.seconds,
+                **built_figures(built),
             ),
             traffic.totals,
         )
@@ -140,23 +152,26 @@ def _library_row(
     ceilings: Ceilings | None,
 ) -> tuple[KernelRow, Totals]:
     traffic = ledger.operator(node)
-    row = _row(node.name, (node,), traffic, ledger, folded, ceilings)
+    row = kernel_row(node.name, (node,), traffic, ledger, folded, ceilings)
     return replace(row, choice=node.call.target, measured_us=node_us.get(node.name)), traffic.totals
 
 
-def _row(
+def kernel_row(
     name: str,
     nodes: tuple[Node, ...],
     traffic: Traffic,
     ledger: Ledger,
     folded: Mapping[str, tuple[str, ...]],
     ceilings: Ceilings | None,
+    graph: bool = False,
 ) -> KernelRow:
+    """What analysis knows of one launch. folded: operators that live on in a layer's weights;
+    graph: launches are nodes of a CUDA graph."""
     ops = tuple(o for n in nodes for o in (n.name, *folded.get(n.name, ())))
     predicted = None
     if ceilings is not None:
         running = max(ceilings.memory_us(traffic.dram_bytes), compute_us(ledger, nodes, ceilings))
-        predicted = kernel_us(ceilings, running, traffic.launches)
+        predicted = kernel_us(ceilings, running, traffic.launches, graph)
     position = min(ledger.position[n] for n in nodes)
     return KernelRow(
         f"k{position} {name}",
@@ -166,6 +181,35 @@ def _row(
         flops=traffic.flops,
         predicted_us=predicted,
     )
+
+
+def launched(traffic: Traffic, built: object) -> Traffic:
+    """A kernel's traffic with the number of functions that it launches."""
+    match built:
+        case Built(launches=launches):
+            return replace(traffic, launches=sum(n.programs > 0 for n in launches))
+    return traffic
+
+
+def built_figures(built: object) -> dict[str, Any]:
+    """A row's figures of a compiled kernel. Of several functions the worst of each, and the code
+    and seconds of all; spilled bytes are those of local memory, where code accesses it."""
+    match built:
+        case Binary():
+            found: dict[str, Any] = {"code_bytes": built.code_bytes}
+        case Built(resources=()):  # Triton's interpreter compiles nothing
+            return {}
+        case Built(resources=parts):
+            found = {
+                "registers": max(r.registers for r in parts),
+                "spills": max(r.stack_bytes if r.spills else 0 for r in parts),
+                "shared_bytes": max(r.shared_bytes for r in parts),
+                "occupancy": min(r.occupancy for r in parts),
+                "code_bytes": built.code_bytes,
+            }
+        case _:
+            return {}
+    return {**found, "compile_s": 0.0 if built.reused else built.seconds}
 
 
 # ---- decisions and numerics, in the names of the model as given --------------------------------
@@ -218,6 +262,9 @@ def _ledger(compiled: Compiled) -> Iterator[LedgerEntry]:
             if chosen.fewer_products:
                 text = "3-tap filters in Winograd's form: differences of inputs are multiplied"
                 yield LedgerEntry("winograd", ", ".join(n.name for n in step.nodes), text)
+            if chosen.precision == "tf32x3":
+                text = "each float32 product is three TF32 products, added in float32"
+                yield LedgerEntry("tf32x3", ", ".join(n.name for n in step.nodes), text)
         kept = [
             t for t, _ in ledger.kernel(own[n.name] for n in step.nodes).on_chip if t not in stored
         ]

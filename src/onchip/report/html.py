@@ -57,6 +57,7 @@ def page(r: Report) -> str:
         _cuts(r),
         "<h2>Numerics</h2>",
         _list(text.numerics(r)),
+        *(["<h2>CUDA graph</h2>", _list(lines)] if (lines := text.coverage(r)) else []),
         *(["<h2>Notes</h2>", _list(r.notes)] if r.notes else []),
     ]
     return (
@@ -91,8 +92,7 @@ def _ladder(r: Report) -> list[tuple[str, str]]:
 
 
 _KERNEL_HEAD = (
-    "kernel", "operators", "backend", "bytes", "FLOP", "predicted", "measured", "registers",
-    "spills", "occupancy",
+    "kernel", "operators", "backend", "bytes", "FLOP", "predicted", "measured", *text.NEEDS,
 )  # fmt: skip
 
 
@@ -106,9 +106,7 @@ def _kernels(r: Report) -> list[tuple[str, ...]]:
             text.quantity(k.flops),
             text.time(k.predicted_us),
             text.time(k.measured_us),
-            text.count(k.registers),
-            text.count(k.spills),
-            text.UNKNOWN if k.occupancy is None else f"{k.occupancy:.0%}",
+            *text.needs(k),
         )
         for k in r.kernels
     ]

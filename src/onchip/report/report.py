@@ -10,7 +10,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from onchip.analysis.record import Decision, KernelRow, LedgerEntry, Totals
+from onchip.analysis.record import (
+    Blocker,
+    Decision,
+    GraphCoverage,
+    KernelRow,
+    LedgerEntry,
+    Totals,
+)
 from onchip.errors import OnchipError
 from onchip.report import schema
 
@@ -73,6 +80,7 @@ class Report:
     numerics: Numerics = Numerics()
     plan: PlanSummary = PlanSummary()
     compile: CompileSummary = CompileSummary()
+    cuda_graph: GraphCoverage = field(default_factory=GraphCoverage)
     kernels: tuple[KernelRow, ...] = ()
     decisions: tuple[Decision, ...] = ()
     notes: tuple[str, ...] = ()
@@ -165,6 +173,8 @@ def _from_dict(data: dict[str, Any]) -> Report:
     data["launch"] = LaunchCost(**data["launch"])
     data["plan"] = PlanSummary(**data["plan"])
     data["compile"] = CompileSummary(**data["compile"])
+    blockers = tuple(Blocker(**b) for b in data["cuda_graph"]["blockers"])
+    data["cuda_graph"] = GraphCoverage(**{**data["cuda_graph"], "blockers": blockers})
     data["kernels"] = tuple(KernelRow(**{**k, "ops": tuple(k["ops"])}) for k in data["kernels"])
     data["decisions"] = tuple(
         Decision(**{**d, "edge": (d["edge"][0], d["edge"][1])}) for d in data["decisions"]

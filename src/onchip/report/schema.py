@@ -63,7 +63,7 @@ _KERNEL = _object(
     shared_bytes=_maybe("integer", "shared memory a block"),
     occupancy=_maybe("number", "resident share of the warps, 0 to 1"),
     code_bytes=_maybe("integer", "machine code"),
-    compile_s=_maybe("number", "seconds to compile; 0 if reused"),
+    compile_s=_maybe("number", "seconds to compile (triton: of a processor); 0 if reused"),
 )
 
 _DECISION = _object(
@@ -105,7 +105,7 @@ REPORT: Schema = _object(
             _object(
                 "One difference.",
                 kind=_value(
-                    "string", "rounding_removed, batch_norm_folded, winograd, reassociated"
+                    "string", "rounding_removed, batch_norm_folded, winograd, tf32x3, reassociated"
                 ),
                 where=_value("string", "operator or edge"),
                 text=_value("string", "what was done"),
@@ -124,6 +124,23 @@ REPORT: Schema = _object(
         seconds=_maybe("number", "wall-clock seconds"),
         kernels_built=_maybe("integer", "compiled now"),
         kernels_reused=_maybe("integer", "taken from the cache"),
+    ),
+    cuda_graph=_object(
+        "Whether the program runs as one CUDA graph.",
+        graphed=_maybe("boolean", "it does; null: it does not run on a GPU"),
+        text=_value("string", "how, or why not"),
+        blockers=_list(
+            "Operators that can't be part of a graph.",
+            _object(
+                "One operator.",
+                operator=_value("string", "operator's or input's name"),
+                origin=_value("string", "its module and source line"),
+                reason=_value("string", "why it can't"),
+            ),
+        ),
+        launched_us=_maybe("number", "a call with each kernel launched by itself, microseconds"),
+        replayed_us=_maybe("number", "the same as a graph"),
+        copied_us=_maybe("number", "the same with inputs copied in and results copied out"),
     ),
     kernels=_list("In execution order.", _KERNEL),
     decisions=_list("One for each edge between two operators.", _DECISION),
@@ -148,6 +165,9 @@ BENCH: Schema = _object(
             error=_maybe("number", "largest error against float64, relative"),
             eager_error=_maybe("number", "the same of eager PyTorch"),
             launches=_maybe("integer", "kernels started"),
+            bytes=_maybe("integer", "inputs, weights and results, each once; null on a CPU"),
+            share=_maybe("number", "of the copy ceiling, for what is bound by memory"),
+            target_us=_maybe("number", "microseconds that it must not exceed; null: none promised"),
             notes=_value("string", "what else to know"),
         ),
     ),

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from onchip.analysis.record import KernelRow
 from onchip.report.report import Report
+
+if TYPE_CHECKING:
+    from onchip.report.preview import Preview
 
 UNKNOWN = "–"
 
@@ -127,6 +132,71 @@ def kernel_table(r: Report, limit: int = 40) -> Table:
     return table
 
 
+NEEDS = ("registers", "spilled", "shared", "occupancy", "code", "compiled")
+
+
+def needs(k: KernelRow) -> tuple[str, ...]:
+    """What a generated kernel needs of the machine, in the order of NEEDS."""
+    return (
+        count(k.registers),
+        quantity(k.spills, "B"),
+        quantity(k.shared_bytes, "B"),
+        UNKNOWN if k.occupancy is None else f"{k.occupancy:.0%}",
+        quantity(k.code_bytes, "B"),
+        UNKNOWN if k.compile_s is None else f"{k.compile_s:.1f} s" if k.compile_s else "reused",
+    )
+
+
+def needs_table(r: Report, limit: int = 40) -> Table | None:
+    """What is known of that, for the kernels that were generated; None if none was."""
+    made = [k for k in r.kernels if k.code_bytes is not None]
+    if not made:
+        return None
+    rows = [needs(k) for k in made]
+    known = [i for i in range(len(NEEDS)) if any(row[i] != UNKNOWN for row in rows)]
+    table = Table(title="generated code", title_justify="left")
+    table.add_column("kernel", overflow="fold")
+    for i in known:
+        table.add_column(NEEDS[i], justify="right")
+    for k, row in zip(made[:limit], rows, strict=False):
+        table.add_row(escape(k.name), *(row[i] for i in known))
+    if len(made) > limit:
+        table.add_row(f"… {len(made) - limit} more: see --json or --report")
+    return table
+
+
+def preview_view(previews: Sequence[Preview], device: str) -> Group:
+    """The launches of a model on a GPU that is not here, and why some are no generated kernels."""
+    table = Table(title=f"what would run on {device}", title_justify="left")
+    table.add_column("", overflow="fold")
+    table.add_column("operators, variant", overflow="fold", ratio=1)
+    for name in ("predicted", *NEEDS):
+        table.add_column(name, justify="right")
+    for p in previews:
+        k = p.row
+        how = f"library: {k.choice}" if k.backend == "library" else k.choice
+        table.add_row(
+            k.name.partition(" ")[0],
+            f"{escape(' + '.join(k.ops))}\n[dim]{escape(how)}[/]",
+            time(k.predicted_us),
+            *needs(k),
+        )
+    made = sum(p.row.backend != "library" for p in previews)
+    us = sum(p.row.predicted_us or 0.0 for p in previews)
+    closing = (
+        f"{made} generated kernels, {len(previews) - made} library calls; predicted {time(us)} a "
+        "call (the roofline's floor, launches as nodes of a CUDA graph)"
+    )
+    reasons = dict.fromkeys(_not_taken(p) for p in previews if p.refused)
+    return Group(table, *(Text(line) for line in reasons), Text(closing, style="bold"))
+
+
+def _not_taken(p: Preview) -> str:
+    """Why a launch is no generated kernel, or not of an earlier variant."""
+    reasons = (f"{variant}: {why}" if variant else why for variant, why in p.refused)
+    return f"{p.row.name}: " + "; ".join(" ".join(r.split()) for r in reasons)
+
+
 def cuts(r: Report, limit: int = 20) -> list[str]:
     """One line for each edge between two kernels, equal reasons counted once each."""
     lines = []
@@ -163,14 +233,25 @@ def closing(r: Report) -> str:
     return " · ".join(parts)
 
 
+def coverage(r: Report) -> list[str]:
+    """Whether the program is one CUDA graph, and each operator that keeps it from being one."""
+    c = r.cuda_graph
+    blockers = (f"{b.operator}: {b.reason}" + f" ({b.origin})" * bool(b.origin) for b in c.blockers)
+    return [] if c.graphed is None else [c.text, *blockers]
+
+
 def renderable(r: Report) -> Group:
     """The whole report for a rich console."""
     parts: list[RenderableType] = [benefit_table(r), ladder(r)]
     if r.kernels:
         parts.append(kernel_table(r))
+    if (table := needs_table(r)) is not None:
+        parts.append(table)
     if cut := cuts(r):
         parts += [Text("cut edges", style="italic"), *(Text(f"  {line}") for line in cut)]
     parts += [Text("numerics", style="italic"), *(Text(f"  {line}") for line in numerics(r))]
+    if lines := coverage(r):
+        parts += [Text("CUDA graph", style="italic"), *(Text(f"  {line}") for line in lines)]
     parts += [Text(f"note: {n}") for n in r.notes]
     if end := closing(r):
         parts.append(Text(end, style="bold"))

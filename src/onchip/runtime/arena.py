@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from onchip.planning.plan import GPU_POINTER as GPU_POINTER
+
 ALIGNMENT = 64
+GPU_ALIGNMENT = 512  # what PyTorch's allocator gives on a GPU
 HUGE_PAGE = 2 << 20
 
 
@@ -24,32 +27,45 @@ class Buffer:
     last: int
 
 
-def plan_offsets(buffers: list[Buffer]) -> tuple[list[int], int]:
-    """Offsets (bytes, 64-aligned) such that buffers alive together do not overlap, and the size
-    of the block. Largest first, each at the lowest place that is free while it lives."""
+def alignment(device: torch.device) -> int:
+    """Bytes that the start of every buffer on a device is a multiple of."""
+    return GPU_ALIGNMENT if device.type == "cuda" else ALIGNMENT
+
+
+def aligned(t: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy with the same strides where a GPU's kernels can't take its address."""
+    if not t.data_ptr() % GPU_POINTER:
+        return t
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
+
+
+def plan_offsets(buffers: list[Buffer], step: int = ALIGNMENT) -> tuple[list[int], int]:
+    """Offsets (bytes, multiples of `step`) such that buffers alive together do not overlap, and the
+    size of the block. Largest first, each at the lowest place that is free while it lives."""
     offsets = [0] * len(buffers)
     placed: list[int] = []
     total = 0
     for i in sorted(range(len(buffers)), key=lambda i: -buffers[i].nbytes):
         b = buffers[i]
         busy = sorted(
-            (offsets[j], offsets[j] + _aligned(buffers[j].nbytes))
+            (offsets[j], offsets[j] + rounded(buffers[j].nbytes, step))
             for j in placed
             if buffers[j].first <= b.last and b.first <= buffers[j].last
         )
         at = 0
         for start, end in busy:
-            if at + _aligned(b.nbytes) <= start:
+            if at + rounded(b.nbytes, step) <= start:
                 break
             at = max(at, end)
         offsets[i] = at
         placed.append(i)
-        total = max(total, at + _aligned(b.nbytes))
+        total = max(total, at + rounded(b.nbytes, step))
     return offsets, total
 
 
-def _aligned(n: int) -> int:
-    return -(-max(n, 1) // ALIGNMENT) * ALIGNMENT
+def rounded(n: int, step: int = ALIGNMENT) -> int:
+    """n bytes, one at least, up to a multiple of `step`."""
+    return -(-max(n, 1) // step) * step
 
 
 def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -84,24 +100,42 @@ class Arena:
 
 
 class ArenaPool:
-    """Arenas of one program; concurrent calls take different ones."""
+    """Arenas of one program; concurrent calls take different ones.
 
-    def __init__(self, nbytes: int, views: list[View], device: torch.device) -> None:
-        self.nbytes, self.views, self.device = nbytes, views, device
-        self.free: deque[Arena] = deque(maxlen=4)
+    On a GPU a call gives its arena back when its work is enqueued, not when it is done: an arena
+    is only taken again on the stream that it was used on (0 on a CPU), where work stays in order.
+    `zeroed`: bytes at the end of the block that hold zeros at first.
+    """
 
-    def take(self) -> Arena:
+    KEEP = 4  # of each stream
+    STREAMS = 8
+
+    def __init__(
+        self, nbytes: int, views: list[View], device: torch.device, zeroed: int = 0
+    ) -> None:
+        self.nbytes, self.views, self.device, self.zeroed = nbytes, views, device, zeroed
+        self.free: dict[int, deque[Arena]] = {}
+
+    def take(self, stream: int = 0) -> Arena:
         try:
-            return self.free.pop()
-        except IndexError:
-            return self._new()
+            return self.free[stream].pop()
+        except (KeyError, IndexError):
+            return self.new()
 
-    def give(self, arena: Arena) -> None:
-        self.free.append(arena)
+    def give(self, arena: Arena, stream: int = 0) -> None:
+        mine = self.free.get(stream)
+        if mine is None:
+            mine = self.free.setdefault(stream, deque(maxlen=self.KEEP))
+            if len(self.free) > self.STREAMS:  # its memory goes back to the stream it came from
+                self.free.pop(next(iter(self.free)), None)
+        mine.append(arena)
 
-    def _new(self) -> Arena:
+    def new(self) -> Arena:
+        """An arena that is nobody else's, for work on the current stream."""
         with torch.inference_mode(False):
             block = allocate(self.nbytes, self.device)
+            if self.zeroed:
+                block[self.nbytes - self.zeroed :].zero_()
             tensors = [_view(block, v) for v in self.views]
         return Arena(block, [t.data_ptr() for t in tensors], tensors)
 
@@ -112,7 +146,8 @@ def _view(block: torch.Tensor, v: View) -> torch.Tensor:
     return t.set_(block.untyped_storage(), start, v.shape, v.strides)
 
 
-_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+# How many hold a storage, by its `_cdata`; None where PyTorch does not tell.
+use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
 class OutputPool:
@@ -130,7 +165,7 @@ class OutputPool:
         self.extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
         nbytes = self.extent * dtype.itemsize if 0 not in shape else 0
         pooled = device.type == "cpu" and nbytes >= self.WORTH
-        self.use_count = _use_count if pooled else None
+        self.use_count = use_count if pooled else None
         self.idle_count = 0
         self.kept: deque[torch.UntypedStorage] = deque()
 

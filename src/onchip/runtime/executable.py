@@ -14,7 +14,19 @@ from onchip.fusion.layout import captured_strides, contiguous
 from onchip.ir.expr import Tensor
 from onchip.planning.plan import CallStep, Derived, KernelStep, LibraryStep, Plan
 from onchip.runtime.aliasing import Memory, analyse
-from onchip.runtime.arena import ArenaPool, Buffer, OutputPool, View, plan_offsets
+from onchip.runtime.arena import (
+    GPU_POINTER,
+    ArenaPool,
+    Buffer,
+    OutputPool,
+    View,
+    aligned,
+    alignment,
+    plan_offsets,
+    rounded,
+)
+
+PROGRAM = "<onchip program>"  # in place of a file name, in tracebacks
 
 
 def torch_dtype(t: Tensor) -> torch.dtype:
@@ -24,13 +36,15 @@ def torch_dtype(t: Tensor) -> torch.dtype:
 @dataclass(frozen=True, eq=False, slots=True)
 class Executable:
     """`run(inputs, tensors, pointers, derived, derived_pointers, arena)` gives the flat results;
-    `constants` and `derived` say what the middle four are of."""
+    `constants` and `derived` say what the middle four are of. results: for each, "computed", or
+    "alias" of an input, a constant or an earlier result."""
 
     run: Callable[..., list[torch.Tensor]]
     source: str
     arenas: ArenaPool | None
     derived: tuple[Derived, ...]
     constants: list[Tensor]
+    results: list[str]
 
 
 def check_status(status: int, name: str) -> None:
@@ -72,7 +86,7 @@ class _Writer:
         self.captured, self.graph, self.plan, self.device = captured, captured.graph, plan, device
         self.globals: dict[str, Any] = {
             "check_status": check_status, "restride": restride, "copied": copied,
-            "flat_results": schema.flat_results, "view_of": view_of,
+            "flat_results": schema.flat_results, "view_of": view_of, "aligned": aligned,
         }  # fmt: skip
         self.lines: list[str] = []
         self.count = 0
@@ -82,6 +96,7 @@ class _Writer:
         prepared = [t for p in captured.prepare for t in p.outputs]
         self.constants = [*captured.slots, *prepared]
         self.last: dict[Tensor, int] = _last_uses(plan)
+        self.workspace_index: dict[tuple[int, int], int] = {}
 
     # -- values
 
@@ -133,34 +148,59 @@ class _Writer:
                 case CallStep():
                     self.call(step)
                 case KernelStep():
-                    self.kernel(step)
+                    self.kernel(step, k)
             self.release(k)
         self.finish()
         unpack = "".join(f"i{i}, " for i in range(len(self.graph.inputs)))
         head = ["def run(inputs, w, p, t, d, arena):"]
         head += [f"    {unpack}= inputs"] if unpack else []
         source = "\n".join([*head, *("    " + x for x in self.lines)]) + "\n"
-        exec(compile(source, "<onchip program>", "exec"), self.globals)
-        return Executable(self.globals["run"], source, arenas, tuple(self.derived), self.constants)
+        exec(compile(source, PROGRAM, "exec"), self.globals)
+        return Executable(
+            self.globals["run"], source, arenas, tuple(self.derived), self.constants,
+            self.memory.results,
+        )  # fmt: skip
 
     def place(self) -> ArenaPool | None:
-        """Give every tensor that kernels write a place in the arena or an output pool."""
+        """Give every tensor that kernels write a place in the arena or an output pool, and every
+        workspace one in the arena."""
         inside = [t for t in self.memory.written if t not in self.memory.escaping]
-        if not inside:
-            return None
         sizes = [_extent_bytes(t, self.strides(t)) for t in inside]
         spans = [self.memory.written[t] for t in inside]
         ends = [self.memory.alive_until[t] for t in inside]
         requests = [Buffer(n, a, b) for n, a, b in zip(sizes, spans, ends, strict=True)]
-        offsets, total = plan_offsets(requests)
+        steps = [(k, s) for k, s in enumerate(self.plan.steps) if isinstance(s, KernelStep)]
+        requests += [Buffer(w.nbytes, k, k) for k, s in steps for w in s.workspace if not w.zeroed]
+        if not inside and not any(s.workspace for _, s in steps):
+            return None
+        step = alignment(self.device)
+        offsets, total = plan_offsets(requests, step)
         views = [
             View(o, t.shape, self.strides(t), torch_dtype(t))
-            for o, t in zip(offsets, inside, strict=True)
+            for o, t in zip(offsets, inside, strict=False)
         ]
         for i, t in enumerate(inside):
             self.names[t] = f"arena.tensors[{i}]"
         self.arena_index = {t: i for i, t in enumerate(inside)}
-        return ArenaPool(total, views, self.device)
+        zeroed = self.workspaces(steps, offsets[len(inside) :], total, views)
+        return ArenaPool(total + zeroed, views, self.device, zeroed)
+
+    def workspaces(
+        self, steps: list[tuple[int, KernelStep]], offsets: list[int], end: int, views: list[View]
+    ) -> int:
+        """Add a view for each workspace. Those that hold zeros before and after lie behind `end`,
+        those of different kernels, which run one after the other, in the same place; returns how
+        many bytes of zeros that takes."""
+        free, zeroed = iter(offsets), 0
+        for k, s in steps:
+            at = end
+            for i, w in enumerate(s.workspace):
+                start = at if w.zeroed else next(free)
+                at += rounded(w.nbytes, alignment(self.device)) if w.zeroed else 0
+                self.workspace_index[k, i] = len(views)
+                views.append(View(start, (w.nbytes,), (1,), torch.uint8))
+            zeroed = max(zeroed, at - end)
+        return zeroed
 
     def library(self, step: LibraryStep) -> None:
         node = step.node
@@ -188,7 +228,7 @@ class _Writer:
         # the nodes' own calls might have given another layout: what reads it relies on the plan's
         self.require_strides(step.output)
 
-    def kernel(self, step: KernelStep) -> None:
+    def kernel(self, step: KernelStep, k: int) -> None:
         for t in step.inputs:
             self.require_strides(t)
         for t in step.outputs:
@@ -198,12 +238,35 @@ class _Writer:
                 self.lines.append(f"{self.names[t]} = {self.constant(pool.take)}()")
         first = len(self.derived)
         self.derived.extend(step.derived)
-        pointers = [self.pointer(t) for t in step.inputs]
+        copies: list[str] = []
+        pointers = [self.pointer(t) if self.is_aligned(t) else self.aligned_pointer(t, copies)
+                    for t in step.inputs]  # fmt: skip
         pointers += [f"d[{first + i}]" for i in range(len(step.derived))]
         pointers += [self.pointer(t) for t in step.outputs]
+        pointers += [
+            f"arena.pointers[{self.workspace_index[k, i]}]" for i in range(len(step.workspace))
+        ]
         run = self.constant(step.kernel.run)
         self.lines.append(f"s = {run}([{', '.join(pointers)}])  # {step.name}")
         self.lines.append(f"if s: check_status(s, {step.name!r})")
+        if copies:
+            self.lines.append(" = ".join(copies) + " = None")
+
+    def is_aligned(self, t: Tensor) -> bool:
+        """Whether a pointer needs no look: kernels for the CPU take any, what kernels write is
+        allocated well, and a weight's place is guarded (weights.py)."""
+        if self.device.type != "cuda" or t in self.memory.written:
+            return True
+        slot = self.captured.slots.get(t)
+        return slot is not None and slot.fetch().data_ptr() % GPU_POINTER == 0
+
+    def aligned_pointer(self, t: Tensor, copies: list[str]) -> str:
+        """The pointer of what may be a view into the middle of something, or of a copy of it, whose
+        name is added to `copies`: it must live until the kernel is enqueued."""
+        name = self.fresh()
+        self.lines.append(f"{name} = aligned({self.names[t]})")
+        copies.append(name)
+        return f"{name}.data_ptr()"
 
     def require_strides(self, t: Tensor) -> None:
         """A library result has the strides that the kernel was generated for, or is copied."""

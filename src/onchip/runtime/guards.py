@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.nn.modules import module as nn_module
 
+from onchip.planning.precision import TF32_DEFAULT, tf32_allowed
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _SIMPLE = (int, float, bool, str, type(None), torch.dtype)
 
@@ -36,11 +38,16 @@ def _hashable(x: Any) -> bool:
 
 def ambient_key() -> tuple[Any, ...]:
     """State outside the model that changes what operators compute."""
-    if not torch._C._is_any_autocast_enabled():
-        return ()
-    return tuple(
-        (d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in ("cpu", "cuda")
-    )
+    key: tuple[Any, ...] = ()
+    if torch._C._is_any_autocast_enabled():
+        key = tuple(
+            (d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in ("cpu", "cuda")
+        )
+    # float32 products on a GPU; the default adds nothing, so that a program on the CPU is the same
+    # before and after another one has initialised CUDA
+    if torch.cuda.is_initialized() and (allowed := tf32_allowed()) != TF32_DEFAULT:
+        key = (*key, ("tf32", *allowed))
+    return key
 
 
 class StateGuard:

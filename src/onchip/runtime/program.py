@@ -11,69 +11,23 @@ from typing import Any
 
 import torch
 
+from onchip.analysis.record import GraphCoverage
 from onchip.analysis.traffic import Ledger
-from onchip.capture.captured import TENSOR, Captured
-from onchip.capture.containers import flatten, rebuild
+from onchip.capture.captured import Captured
+from onchip.capture.containers import flatten
 from onchip.capture.template import Templates
 from onchip.errors import CaptureError, InputError
-from onchip.ir.expr import Tensor
 from onchip.planning.plan import KernelStep, LibraryStep, Plan
-from onchip.runtime.executable import Executable, write
 from onchip.runtime.gate import Gate
 from onchip.runtime.guards import StateGuard, ambient_key, input_key, overlaps
-from onchip.runtime.weights import Stale, Weights
+from onchip.runtime.specialisation import Specialisation, make
+from onchip.runtime.weights import Stale
 from onchip.settings import Settings
 
 # (module, args, kwargs, templates) -> what to run; see `capture`
 Build = Callable[
     [torch.nn.Module, tuple[Any, ...], dict[str, Any], Templates], tuple[Captured, Plan]
 ]
-
-
-@dataclass(eq=False)
-class Specialisation:
-    """A program for one set of layouts, Python values and model state."""
-
-    captured: Captured
-    plan: Plan
-    executable: Executable
-    weights: Weights
-    state: StateGuard
-    ambient: tuple[Any, ...]
-    positions: list[int] | None  # flat leaf of each graph input; None: leaves are the inputs
-    mutated: list[int]  # graph inputs that are written
-    mutated_constants: list[Tensor]
-    used: int = 0
-
-    @property
-    def writes(self) -> bool:
-        return bool(self.mutated or self.mutated_constants)
-
-    def inputs(self, leaves: Sequence[Any]) -> Sequence[torch.Tensor]:
-        return leaves if self.positions is None else [leaves[i] for i in self.positions]
-
-    def run(self, leaves: Sequence[Any]) -> Any:
-        inputs = self.inputs(leaves)
-        now = self.weights.current()
-        exe = self.executable
-        pool = exe.arenas
-        arena = pool.take() if pool is not None else None
-        try:
-            flat = exe.run(
-                inputs, now.tensors, now.pointers, now.derived, now.derived_pointers, arena
-            )
-        finally:
-            if pool is not None and arena is not None:
-                pool.give(arena)
-        return self.rebuild(flat)
-
-    def rebuild(self, flat: list[torch.Tensor]) -> Any:
-        spec = self.captured.output_spec
-        if spec.how == "leaf" and flat:
-            return flat[0]
-        tensors = iter(flat)
-        leaves = [next(tensors) if c is TENSOR else c for c in self.captured.output_constants]
-        return rebuild(spec, leaves)
 
 
 @dataclass(eq=False)
@@ -170,6 +124,12 @@ class Program:
     @property
     def launches(self) -> int | None:
         return None if self.running is None else count_launches(*self.running)
+
+    @property
+    def graph_coverage(self) -> GraphCoverage | None:
+        """Whether the latest specialisation runs as one CUDA graph, and what hinders it; None if it
+        does not run on a GPU, or in eager mode."""
+        return None if self.latest is None else self.latest.coverage
 
     @property
     def source(self) -> str:
@@ -296,12 +256,14 @@ class Program:
             return EagerCall(reason, state, ambient)
         if plan.eager:
             return EagerCall(plan.eager, state, ambient)
-        entry = _make(captured, plan, state, ambient, leaves)
+        entry = make(captured, plan, state, ambient, leaves)
         inputs = entry.inputs(leaves)
         if any(0 in inputs[i].stride() and inputs[i].numel() > 1 for i in entry.mutated):
             reason = "an input that the model writes overlaps itself: the original module runs"
             self.running = captured, Plan(tuple(LibraryStep(n) for n in captured.graph.nodes))
             return EagerCall(reason, state, ambient)
+        if self.settings.cuda_graph == "auto":
+            entry.prepare_graphs(inputs)
         self.latest = entry
         return entry
 
@@ -342,32 +304,3 @@ def _flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequen
         else:
             return args, len(args)
     return flatten((args, kwargs))
-
-
-def _make(
-    captured: Captured, plan: Plan, state: StateGuard, ambient: tuple[Any, ...],
-    leaves: Sequence[Any],
-) -> Specialisation:  # fmt: skip
-    device = _device(captured, leaves)
-    executable = write(captured, plan, device)
-    weights = Weights(captured.slots, captured.prepare, executable.derived)
-    first: dict[int, int] = {}
-    for i, leaf in enumerate(captured.leaves):
-        if leaf.tensor is not None:
-            first.setdefault(leaf.tensor, i)
-    positions = [first[i] for i in range(len(first))]
-    plain = positions == list(range(len(captured.leaves)))
-    place = {t: i for i, t in enumerate(captured.graph.inputs)}
-    mutated = [place[m.target] for m in captured.graph.mutations if m.target in place]
-    constants = [m.target for m in captured.graph.mutations if m.target not in place]
-    return Specialisation(
-        captured, plan, executable, weights, state, ambient, None if plain else positions,
-        mutated, constants,
-    )  # fmt: skip
-
-
-def _device(captured: Captured, leaves: Sequence[Any]) -> torch.device:
-    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-    tensors += [s.fetch() for s in captured.slots.values()]
-    found = [t.device for t in tensors]
-    return next((d for d in found if d.type != "cpu"), torch.device("cpu"))

@@ -14,6 +14,7 @@ import torch
 from onchip.capture.captured import Prepare, Slot
 from onchip.ir.expr import Tensor
 from onchip.planning.plan import Derived
+from onchip.runtime.arena import GPU_POINTER, aligned
 from onchip.runtime.fingerprint import Fingerprint
 
 
@@ -35,10 +36,24 @@ class Snapshot:
     # of what derived values were computed from
     versions: list[tuple[torch.Tensor, int]]
     fingerprint: Fingerprint
+    # what was computed here lies on a GPU, and the streams that have used it
+    computed: list[torch.Tensor]
+    streams: set[int]
+
+    def used_on(self, stream: int) -> None:
+        """Work on a GPU's current stream (its handle) is about to read the values: PyTorch's
+        allocator must not give the memory of dropped ones away before that work is done."""
+        if stream not in self.streams:
+            self.streams.add(stream)
+            for t in self.computed:
+                t.record_stream(torch.cuda.current_stream(t.device))
 
 
 def _layout(t: torch.Tensor) -> tuple[Any, ...]:
-    return (t.shape, t.dtype, t.device, t.stride())
+    """What kernels were generated for; on a GPU they load 16 bytes at a time, if the place allows
+    it (executable.py)."""
+    askew = t.device.type == "cuda" and t.data_ptr() % GPU_POINTER != 0
+    return (t.shape, t.dtype, t.device, t.stride(), askew)
 
 
 class Weights:
@@ -56,6 +71,9 @@ class Weights:
 
     What one noticed change leads to is a comparison of everything: a step of an optimizer is seen
     whole if it is seen at one place. `refresh()` recomputes everything, and leaves no doubt.
+
+    The memory of a GPU is not looked at: there a write that PyTorch does not count (through
+    `.data`) needs refresh().
     """
 
     def __init__(
@@ -112,26 +130,33 @@ class Weights:
                     changed.update(p.outputs)
         derived = self._derive(values, changed, old)
         tensors = [values[t] for t in self.order]
+        made = [values[t] for p in self.prepare for t in p.outputs] + derived
+        computed = [t for t in made if t.device.type == "cuda"]
+        for d in {t.device for t in computed}:
+            torch.cuda.synchronize(d)  # the next call may come on another stream
         return Snapshot(
             values, tensors, [t.data_ptr() for t in tensors], derived,
             [_pointer(t) for t in derived], self._checks(values), versions, fingerprint,
+            computed, set(),
         )  # fmt: skip
 
     def _derive(
         self, values: dict[Tensor, torch.Tensor], changed: set[Tensor], old: Snapshot | None
     ) -> list[torch.Tensor]:
         """Derived values, those of unchanged sources from `old`; on a few threads, since most of
-        it is copying, which holds no lock of the interpreter."""
+        it is copying, which holds no lock of the interpreter. (Not on a GPU, whose current stream
+        and device are each thread's own.)"""
 
         def one(i: int) -> torch.Tensor:
             d = self.derived[i]
             if old is not None and changed.isdisjoint(d.sources):
                 return old.derived[i]
             with torch.no_grad():  # a setting of each thread
-                return d.compute([values[s] for s in d.sources])
+                found = d.compute([values[s] for s in d.sources])
+                return aligned(found) if found.device.type == "cuda" else found
 
-        if not self.derived:
-            return []
+        if len(self.derived) < 2 or any(x.device.type == "cuda" for x in values.values()):
+            return [one(i) for i in range(len(self.derived))]
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
             return list(pool.map(one, range(len(self.derived))))
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from math import prod
 
 from onchip.backends.triton.writer import CannotExpress, Range, power_of_two
-from onchip.fusion.contraction import as_contraction
+from onchip.fusion.contraction import Contraction, as_contraction, find_contraction
 from onchip.fusion.inline import inline
 from onchip.fusion.nest import Nest, Span, Stage
 from onchip.fusion.refusal import Rule
 from onchip.ir.dtype import DType
 from onchip.ir.expr import Axis, Const, Expr, Load, Reduce, Tensor, loads, mentioned, reduces
-from onchip.ir.index import structural_key
+from onchip.ir.index import linear, structural_key
 
 SMALLEST_DOT = 16  # rows, columns and K of tl.dot
 LONGEST_WINDOW = 64
@@ -53,7 +53,7 @@ def place(nest: Nest) -> list[Kept]:
         if st.staged.store != st.staged.loops or st.staged.loops != st.tensor.axes:
             text = "a tensor with split axes is read with shifts"
             raise CannotExpress(Rule.UNSUPPORTED_EXPRESSION, moved.name, text)
-        if st.placement == "global":
+        if st.placement != "scratch":
             text = "an output is read with shifts by the same kernel"
             raise CannotExpress(Rule.UNSUPPORTED_EXPRESSION, moved.name, text)
         inlined.add(moved)
@@ -71,7 +71,7 @@ def _read_elsewhere(k: Kept, on_chip: dict[Tensor, Stage]) -> list[Tensor]:
 
 def _in_place(ld: Load, made: Stage, ranges: dict[Axis, Range]) -> bool:
     axes = [i for i in ld.index if isinstance(i, Axis)]
-    if len(set(axes)) != len(axes) or made.staged.store != made.staged.loops:
+    if len(set(axes)) != len(axes) or not _over_its_loops(made):
         return False
     for i, span in zip(ld.index, made.box, strict=True):
         if isinstance(i, Axis):
@@ -80,6 +80,12 @@ def _in_place(ld: Load, made: Stage, ranges: dict[Axis, Range]) -> bool:
         elif not isinstance(i, Const) or range_of(span) != (structural_key(i), 1):
             return False
     return True
+
+
+def _over_its_loops(made: Stage) -> bool:
+    """Each dimension is a loop of its own, in whatever order."""
+    loops = made.staged.loops
+    return len(made.staged.store) == len(loops) and all(i in loops for i in made.staged.store)
 
 
 def range_of(span: Span) -> Range:
@@ -100,17 +106,75 @@ def axis_ranges(k: Kept) -> dict[Axis, Range]:
 
 
 def is_serial(r: Reduce) -> bool:
-    """A small window that padding to powers of two would make much larger is a loop."""
+    """A small window is a loop if padding to powers of two would make it much larger, or if windows
+    overlap: as dimensions they would be loaded across the threads, once for each window."""
     extents = [a.extent for a in r.axes]
-    waste = prod(map(power_of_two, extents)) / max(prod(extents), 1)
-    if waste <= MOST_WASTE or prod(extents) > LONGEST_WINDOW:
+    if prod(extents) > LONGEST_WINDOW:
         return False
     own = set(r.axes)
-    at = [mentioned(i) for ld in loads(r.body) for i in ld.index]
-    return any(a & own and a - own for a in at)
+    inner = {a for x in reduces(r.body) for a in x.axes}
+    at = [i for ld in loads(r.body) for i in ld.index if mentioned(i) & own and mentioned(i) - own]
+    waste = prod(map(power_of_two, extents)) / max(prod(extents), 1)
+    return bool(at) and (waste > MOST_WASTE or any(_overlaps(i, own, inner) for i in at))
 
 
-def columns_and_widths(kept: list[Kept]) -> tuple[set[Range], dict[Range, int]]:
+def laid_along(
+    kept: list[Kept], strides: dict[Tensor, tuple[int, ...]], free: frozenset[Tensor]
+) -> dict[Tensor, tuple[int, ...]]:
+    """Strides of the constants that a window's loop reads (a depthwise convolution's weights), so
+    that what one step reads lies side by side: the window's axes slowest."""
+    out: dict[Tensor, tuple[int, ...]] = {}
+    for r in (r for k in kept for r in reduces(k.body) if is_serial(r)):
+        for ld in (ld for ld in loads(r.body) if ld.src in free and ld.pad is None):
+            axes = [i if isinstance(i, Axis) else None for i in ld.index]
+            order = sorted(range(len(axes)), key=lambda d: -strides[ld.src][d])
+            window = [d for d in order if axes[d] in r.axes]
+            rest = [d for d in order if axes[d] not in r.axes]
+            plain = all(a or n == 1 for a, n in zip(axes, ld.src.shape, strict=True))
+            wanted = _strides_of([*window, *rest], ld.src.shape)
+            if window and rest and plain and wanted != strides[ld.src]:
+                out[ld.src] = wanted
+    return out
+
+
+def _strides_of(order: list[int], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of an array whose dimensions lie in memory in this order, the slowest first."""
+    step, out = 1, [0] * len(shape)
+    for d in reversed(order):
+        out[d] = step
+        step *= max(shape[d], 1)
+    return tuple(out)
+
+
+def _overlaps(i: Expr, own: set[Axis], inner: set[Axis]) -> bool:
+    """Neighbouring windows share elements along a dimension; inner: axes of folds in the window's
+    elements, which are no neighbours of it."""
+    terms = linear(i).terms
+    width = 1 + sum(abs(c) * (a.extent - 1) for a, c in terms if isinstance(a, Axis) and a in own)
+    steps = [abs(c) for a, c in terms if a not in own and a not in inner]
+    return bool(steps) and min(steps) < width
+
+
+def products(nest: Nest) -> list[tuple[Stage, Contraction]]:
+    """The matrix products of a nest, with the stages that hold them."""
+    found = [(st, find_contraction(st.staged.body, st.staged.loops)) for st in nest.stages]
+    return [(st, c) for st, c in found if c is not None]
+
+
+def sides(nest: Nest) -> dict[Axis, str]:
+    """What the tile's origin along an axis of the root is to a product of the nest: "rows",
+    "columns" or "batch"."""
+    out: dict[Axis, str] = {}
+    for st, c in products(nest):
+        spans = dict(zip(st.staged.loops, st.spans, strict=True))
+        for side, axes in (("rows", c.m_axes), ("columns", c.n_axes), ("batch", c.b_axes)):
+            for atom in (x for a in axes for x, _ in linear(spans[a].origin).terms):
+                if atom in nest.tile_axes:
+                    out[atom] = side  # type: ignore[index]
+    return out
+
+
+def columns_and_widths(kept: list[Kept], lanes: int) -> tuple[set[Range], dict[Range, int]]:
     """Ranges that are columns of a product; and the blocks' widths where they are not simply the
     next power of two: rows and columns of a product have a smallest number."""
     columns: set[Range] = set()
@@ -124,7 +188,8 @@ def columns_and_widths(kept: list[Kept]) -> tuple[set[Range], dict[Range, int]]:
                 continue
             columns |= {ranges[a] for a in c.n_axes if a in ranges and a not in inner}
             for side in (c.n_axes, c.m_axes):
-                _widen([ranges[a] for a in side if a in ranges], widths)
+                if side is c.n_axes or lanes == 1:
+                    _widen([ranges[a] for a in side if a in ranges], widths)
     return columns, widths
 
 

@@ -7,9 +7,13 @@ consecutive rows.
 
 from __future__ import annotations
 
-from math import prod
+from math import ceil, prod
 
+from onchip.backends.triton import spelling
+from onchip.backends.triton.indices import outside
 from onchip.backends.triton.placement import SMALLEST_DOT
+from onchip.backends.triton.source import Partial, Workspace
+from onchip.backends.triton.steps import HALF, Steps, operand_type, steps_of
 from onchip.backends.triton.writer import (
     Axes,
     Bound,
@@ -21,22 +25,24 @@ from onchip.backends.triton.writer import (
 )
 from onchip.fusion.contraction import Contraction
 from onchip.fusion.refusal import Rule
+from onchip.ir.dtype import DType
 from onchip.ir.expr import Axis, Expr, Load, axis, loads
-
-K_BLOCK = 32
 
 
 def emit_product(w: Writer, c: Contraction) -> Tile:
-    """The product as a block over its row and column axes."""
+    """The product as a block over the dimensions of its row and column axes."""
     rows, columns = _dimensions(w, c.m_axes), _dimensions(w, c.n_axes)
     if _dimensions(w, c.b_axes):
         raise CannotExpress(Rule.CONTRACTION_FORM, "", "a tile of several batches")
+    if set(rows) & set(columns):
+        raise CannotExpress(Rule.CONTRACTION_FORM, "", "rows and columns in one dimension")
     m, n = (prod(w.widths[a] for a in side) for side in (rows, columns))
     if min(m, n) < SMALLEST_DOT:
         text = f"{m} x {n} elements; tl.dot starts at {SMALLEST_DOT} x {SMALLEST_DOT}"
         raise CannotExpress(Rule.CONTRACTION_FORM, "", text)
-    w.scopes.append(Scope({}, opaque=True))
-    row, column = _flatten(w, rows, 0), _flatten(w, columns, 2)
+    several = len(rows) > 1 or len(columns) > 1
+    w.scopes.append(Scope({}, opaque=several))
+    row, column = _flatten(w, rows, c.m_axes, 0), _flatten(w, columns, c.n_axes, 2)
     w.shape((row, column))
     total = _loop_over_k(w, c, row, column)
     w.scopes.pop()
@@ -50,83 +56,153 @@ def emit_product(w: Writer, c: Contraction) -> Tile:
 
 
 def _dimensions(w: Writer, axes: Axes) -> Axes:
-    """The axes that are dimensions here (others are scalars), in order."""
-    bounds = [(a, w.bound(a)) for a in axes]
-    found = [a for a, b in bounds if b is not None and b.tile.axes == (a,)]
+    """The dimensions that the values of some axes have, in order."""
+    found = {d for a in axes if (b := w.bound(a)) is not None for d in b.tile.axes}
     return tuple(sorted(found, key=w.ranks.__getitem__))
 
 
-def _flatten(w: Writer, axes: Axes, kind: int) -> Axis:
-    """One dimension for all of `axes`: they are bound to what their flat number says."""
-    if len(axes) == 1:
-        return axes[0]
-    size = prod(w.widths[a] for a in axes)
+def _flatten(w: Writer, dimensions: Axes, axes: Axes, kind: int) -> Axis:
+    """One dimension for several: `axes` are bound to what its number says."""
+    if len(dimensions) == 1:
+        return dimensions[0]
+    size = prod(w.widths[a] for a in dimensions)
     flat = axis(size, "f")
     w.widths[flat] = size
+    w.rank(flat, kind)
     number = w.define("i", f"tl.arange(0, {size})", (flat,))
-    w.bind(flat, Bound(number), kind)
+    outer = {a: b for a in axes if (b := w.bound(a)) is not None}
     step = size
-    for a in axes:
-        step //= w.widths[a]
-        outer = w.bound(a)
-        assert outer is not None
+    for d in dimensions:
+        step //= w.widths[d]
         at = f"{number.text} // {step}" if step > 1 else number.text
-        at = f"{at} % {w.widths[a]}"
-        tile = w.define("i", at if outer.origin == "0" else f"{outer.origin} + {at}", (flat,))
-        w.bind(a, Bound(tile, w.tested(tile, outer.tests)), kind)
+        at = at if step * w.widths[d] == size else f"({at}) % {w.widths[d]}"
+        if d is w.lane:
+            text = at if w.first_lane.text == "0" else f"{w.first_lane.text} + {at}"
+            lane = w.define("lane", text, (flat,))
+            w.count_lanes(flat, lane, prod(n for *_, n in w.lanes))
+            w.unravel(lane, w.lanes)
+            continue
+        if d not in outer:
+            raise CannotExpress(Rule.SPLIT_PRODUCT, "", "a fold in a loop around a product")
+        bound = outer[d]
+        text = at if bound.origin == "0" else f"{bound.origin} + {at}"
+        tile = w.define("i", text, (flat,))
+        w.bind(d, Bound(tile, w.tested(tile, bound.tests)), kind)
+    for a, b in outer.items():
+        if a not in dimensions and b.at is not None:
+            w.bind_range(a, b.at, (None, 1), b.tests, kind)
     return flat
 
 
 def _loop_over_k(w: Writer, c: Contraction, row: Axis, column: Axis) -> Tile:
     """The accumulator [rows, columns]; one step for all of K where it is short or in registers."""
-    size = prod(a.extent for a in c.k_axes)
-    in_registers = any(ld.src in w.kept for side in (c.left, c.right) for ld in loads(side))
-    width = max(power_of_two(size), SMALLEST_DOT)
-    if not in_registers:
-        width = min(width, K_BLOCK)
+    kind = DType.F32 if w.options.interpret else operand_type(c, w.result)
+    steps = _steps(w, c)
+    c = steps.product
     level, shape = w.depth, w.shape((row, column))
-    once = size <= width
     total = w.fresh("acc")
+    split = w.options.split
+    once = steps.count == 1 and split == 1
     if not once:
-        start = w.fresh("k")
         w.line(f"{total} = tl.zeros({shape}, tl.float32)")
-        w.open(f"for {start} in range(0, {size}, {width}):")
+    if steps.count == 0:
+        return Tile(total, (row, column), level)
     w.scopes.append(Scope({}))
-    first = f"{start} + " if not once else ""
-    k, exists = _bind_k(w, c.k_axes, size, width, first)
-    a = _operand(w, c.left, (row, k), exists)
-    b = _operand(w, c.right, (k, column), exists)
+    exists = _open_step(w, steps)
+    a = _operand(w, c.left, (row, steps.inner), exists, kind)
+    b = _operand(w, c.right, (steps.inner, column), exists, kind)
     w.scopes.pop()
-    carried = "" if once else f"{total}, "
-    w.line(f'{total} = tl.dot({a}, {b}, {carried}input_precision="ieee")')
+    carried = "" if once else f", {total}"
+    precision = f', input_precision="{w.options.precision}"' * (kind is DType.F32)
+    w.line(f"{total} = tl.dot({a}, {b}{carried}{precision})")
     if not once:
         w.close()
-    return Tile(total, (row, column), level)
+    return _added_up(w, total, (row, column)) if split > 1 else Tile(total, (row, column), level)
 
 
-def _bind_k(w: Writer, axes: Axes, size: int, width: int, first: str) -> tuple[Axis, Tile | None]:
-    level = w.depth if first else 0
-    k = axes[0] if len(axes) == 1 else axis(size, "k")
-    w.widths[k] = width
-    number = w.define("i", f"{first}tl.arange(0, {width})", (k,), level)
-    w.rank(k, 1)
-    beyond = size % width or not size
-    exists = w.tested(number, [f"< {size}"] if beyond else [])
-    w.bind(k, Bound(number, exists), 1)
-    step = size
-    for n, a in enumerate(axes if len(axes) > 1 else ()):
-        step //= max(a.extent, 1)
-        at = f"{number.text} // {step}" if step > 1 else number.text
-        text = at if n == 0 else f"{at} % {a.extent}"
-        w.bind(a, Bound(w.define("i", text, (k,), level), exists), 1)
-    return k, exists
+def _added_up(w: Writer, own: str, axes: Axes) -> Tile:
+    """What all programs that share a tile have, in their order, for whichever of them is the last:
+    it goes on alone. Each counts itself when its sums are in memory; the last one puts zero
+    back."""
+    if w.depth or w.partial:
+        text = "K is split of one product of a kernel, outside of loops"
+        raise CannotExpress(Rule.CONTRACTION_FORM, "", text)
+    rows, columns = (w.widths[a] for a in axes)
+    size, split = rows * columns, w.options.split
+    sums = Workspace(4 * size * w.tiles * split)
+    w.partial.append(Partial("sums", "*fp32", sums))
+    w.partial.append(Partial("arrived", "*i32", Workspace(4 * w.tiles, zeroed=True)))
+    number = f"tl.arange(0, {rows})[:, None] * {columns} + tl.arange(0, {columns})[None, :]"
+    w.line(f"place = sums + program * {size} + ({number})")
+    w.line(f"tl.store(place + part * {size * w.tiles}, {own})")
+    w.line("tl.debug_barrier()")
+    w.line('ticket = tl.atomic_add(arrived + program, 1, sem="acq_rel")')
+    w.open(f"if ticket == {split - 1}:")
+    w.line("tl.store(arrived + program, 0)")
+    total, other = w.fresh("acc"), w.fresh("other")
+    w.line(f"{total} = tl.zeros({w.shape(axes)}, tl.float32)")
+    w.line(f"for {other} in range(0, {split}):")
+    # past the first cache, which other programs' stores don't reach
+    read = f'tl.load(place + {other} * {size * w.tiles}, cache_modifier=".cg")'
+    w.line(f"    {total} += {read}")
+    return Tile(total, axes, w.depth)
 
 
-def _operand(w: Writer, e: Expr, axes: Axes, exists: Tile | None) -> str:
+def _steps(w: Writer, c: Contraction) -> Steps:
+    """How K is walked. What is in registers is there whole, so that its K is one step; so is that
+    of a product in every step of a stream, whose left side then stays on chip."""
+    inner, several = c.k_axes[0], len(c.k_axes) > 1
+    deep = several or inner.extent > w.options.k_block
+    again = w.options.stream and not deep
+    if not again and not any(ld.src in w.kept for side in (c.left, c.right) for ld in loads(side)):
+        return steps_of(c, w.strides, w.free, w.options.k_block)
+    if several:
+        text = "a tile in registers cannot be an operand with several K axes"
+        raise CannotExpress(Rule.CONTRACTION_FORM, "", text)
+    return Steps(c, (), inner, max(power_of_two(inner.extent), SMALLEST_DOT))
+
+
+def _open_step(w: Writer, steps: Steps) -> Tile | None:
+    """Open the loop over the steps, if there are several, and bind the K axes: taps to scalars,
+    the inner one to a block. Gives which elements of the block exist."""
+    first, inner, width = "", steps.inner, steps.width
+    split = w.options.split
+    if steps.count > 1 or split > 1:
+        first = w.fresh("k")
+        if split > 1:
+            each = ceil(steps.count / split)
+            end = f"tl.minimum(part * {each} + {each}, {steps.count})"
+            w.open(f"for {first} in range(part * {each}, {end}):")
+        elif steps.taps:
+            w.open(f"for {first} in range(0, {steps.count}):")
+        else:
+            w.open(f"for {first} in range(0, {inner.extent}, {width}):")
+    rest = steps.count
+    for n, a in enumerate(steps.taps):
+        rest //= a.extent
+        at = f"{first} // {rest}" if rest > 1 else first
+        at = at if n == 0 else f"{at} % {a.extent}"
+        tap = w.define("tap", at, (), w.depth) if a.extent > 1 else Tile("0")
+        w.bind(a, Bound(tap), 1)
+    if steps.taps and first:
+        first = f"{first} % {steps.blocks} * {width}" if steps.blocks > 1 else ""
+    elif split > 1:
+        first = f"{first} * {width}"
+    w.widths[inner] = width
+    w.rank(inner, 1)
+    text = f"{first} + tl.arange(0, {width})" if first else f"tl.arange(0, {width})"
+    number = w.define("i", text, (inner,), w.depth if first else 0)
+    exists = w.tested(number, [f"< {inner.extent}"] if inner.extent % width else [])
+    w.bind(inner, Bound(number, exists), 1)
+    return exists
+
+
+def _operand(w: Writer, e: Expr, axes: Axes, exists: Tile | None, kind: DType) -> str:
     """A side of the product; beyond K both sides are zero (NaN times zero would be NaN)."""
-    tile = w.value(e)
+    loaded = isinstance(e, Load) and e.src not in w.kept
+    raw = loaded and kind in HALF
+    tile = w.load(e, widen=False) if raw and isinstance(e, Load) else w.value(e)
     text = w.whole(tile, axes)
-    is_zero = isinstance(e, Load) and e.src not in w.kept and not e.pad
-    if exists is None or is_zero:
-        return text
-    return f"tl.where({w.onto(exists, axes)}, {text}, 0.0)"
+    if exists is not None and not (loaded and isinstance(e, Load) and outside(w, e) == 0):
+        text = f"tl.where({w.onto(exists, axes)}, {text}, 0.0)"
+    return text if raw or kind is DType.F32 else f"{text}.to({spelling.TYPES[kind]})"

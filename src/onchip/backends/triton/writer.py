@@ -3,26 +3,33 @@
 Loops form levels, and a value is written at the shallowest level at which all that it is made of
 is known. Values with the same text are the same value: that is how a row that three stages of a
 softmax read is loaded once and stays in registers.
+
+A program computes several tiles of its nest side by side: `lane` is the dimension that numbers
+them, and the origin of a tile along an axis is then a block over it, like any other value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
 from onchip.backends.triton import spelling
+from onchip.backends.triton.source import Options, Partial
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.ir.dtype import DType
 from onchip.ir.expr import Axis, Call, Const, Expr, Load, Reduce, Tensor, mentioned
-from onchip.ir.index import UNKNOWN, Env, bounds, linear
+from onchip.ir.index import Env, simplify
 
 Axes = tuple[Axis, ...]
 Strides = tuple[int, ...]
 Range = tuple[object, int]  # what an axis covers: (structural key of the origin, extent)
+Place = tuple[Axis, int, int]  # the origin of a tile along an axis: its name, step, and count
 
 # Triton itself ends at 2**20 elements; far below that a block no longer fits the registers.
-BLOCK_LIMIT = 2**15
+LOG2_E = 1.4426950408889634
+BLOCK_LIMIT = 2**16
 
 
 class CannotExpress(Exception):
@@ -36,22 +43,25 @@ class CannotExpress(Exception):
 @dataclass(frozen=True, slots=True)
 class Tile:
     """A value: its text (a name, a number, or bracketed), one dimension per axis (none: a scalar),
-    and the loop level at which it is known."""
+    and the loop level at which it is known. literal: the text is a number."""
 
     text: str
     axes: Axes = ()
     level: int = 0
+    literal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
     """The values of an axis, and which of them exist (None: all). A dimension counts from
-    `origin`; `tests` are the conditions of the mask, to be applied to another form of the value."""
+    `origin`; `tests` are the conditions of the mask, to be applied to another form of the value;
+    `at` is the origin as an expression, where it depends on the tile."""
 
     tile: Tile
     mask: Tile | None = None
     origin: str = "0"
     tests: tuple[str, ...] = ()
+    at: Expr | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -73,18 +83,41 @@ class Level:
 
 class Writer:
     """pointers: name of each tensor in memory; strides: elements; kept: values in registers, over
-    the axes of the stage that made them; widths: block width of a dimension's axis; range_widths:
-    of a range that needs more than the next power of two; ranks: order of dimensions."""
+    the axes of each of its dimensions; widths: block width of a dimension's axis; range_widths:
+    of a range that needs more than the next power of two; ranks: order of dimensions; lane: the
+    dimension of tiles side by side (None: one tile a program), first_lane the number of its first,
+    `lanes` the axes that it counts; numbers: dimensions that number tiles (lane, and what it is
+    part of in a product); integer: the type of addresses; free: constants that are laid out as
+    products read them; result: the type of what the stage at hand computes; tiles: that programs
+    compute; partial: where several of them add up one; uncached: tensors that
+    other programs of this launch wrote, which the first-level cache knows nothing of; coarse: all
+    results are of half types (see spelling.py)."""
 
-    def __init__(self, pointers: dict[Tensor, str], strides: dict[Tensor, Strides]) -> None:
-        self.pointers, self.strides = pointers, strides
-        self.kept: dict[Tensor, tuple[Tile, Axes]] = {}
+    def __init__(
+        self, pointers: dict[Tensor, str], strides: dict[Tensor, Strides], options: Options
+    ) -> None:
+        self.pointers, self.strides, self.options = pointers, strides, options
+        self.lane: Axis | None = None
+        self.lanes: Sequence[Place] = ()
+        self.first_lane = Tile("0")
+        self.numbers: set[Axis] = set()
+        self.integer = "tl.int32"
+        self.leaving: list[str] = []  # what a program does last
+        self.packed: dict[str, str] = {}  # blocks of half types as stored, and how they are widened
+        self.free: frozenset[Tensor] = frozenset()
+        self.result = DType.F32
+        self.tiles = 1
+        self.partial: list[Partial] = []
+        self.kept: dict[Tensor, tuple[Tile, tuple[Expr, ...]]] = {}
+        self.uncached: set[Tensor] = set()
         self.widths: dict[Axis, int] = {}
         self.range_widths: dict[Range, int] = {}
         self.ranks: dict[Axis, tuple[int, int]] = {}
         self.levels = [Level()]
         self.scopes = [Scope({})]
         self.env: Env = {}
+        self.counted: dict[Expr, bool] = {}  # see indices.py
+        self.coarse = False
         self.counts: dict[str, int] = {}
 
     # ---- names, levels, scopes -----------------------------------------------------------------
@@ -132,9 +165,10 @@ class Writer:
     def rank(self, a: Axis, kind: int) -> None:
         self.ranks.setdefault(a, (kind, len(self.ranks)))
 
-    def bind_range(self, a: Axis, origin: Tile, covers: Range, tests: list[str], kind: int) -> None:
+    def bind_range(self, a: Axis, at: Expr, covers: Range, tests: Sequence[str], kind: int) -> None:
         """Bind an axis to `covers[1]` values from `origin` on, as a dimension (a scalar where the
         width is 1); `tests` are what its values must satisfy besides being in the range."""
+        origin = self.index(at)
         width = self.range_widths.get(covers, power_of_two(covers[1]))
         self.widths[a] = width
         self.rank(a, kind)
@@ -143,11 +177,42 @@ class Writer:
             tests = [*tests, f"< {end}"]
         if width == 1:
             tile = origin
+        elif origin.axes:
+            text = "tiles side by side have windows of their own"
+            raise CannotExpress(Rule.UNSUPPORTED_EXPRESSION, "", text)
         else:
             text = f"tl.arange(0, {width})"
             text = text if origin.text == "0" else f"{origin.text} + {text}"
             tile = self.define("i", text, (a,), origin.level)
-        self.bind(a, Bound(tile, self.tested(tile, tests), origin.text, tuple(tests)), kind)
+        masks = [m for m in (self.tested(tile, tests), self.lane_mask(tile)) if m is not None]
+        self.bind(a, Bound(tile, self.all_of(masks), origin.text, tuple(tests), at), kind)
+
+    def lane_mask(self, tile: Tile) -> Tile | None:
+        """Which of the tiles side by side exist, if `tile` differs between them."""
+        found = [self.bound(a) for a in tile.axes if a in self.numbers]
+        return self.all_of([b.mask for b in found if b is not None and b.mask is not None])
+
+    def unravel(self, number: Tile, places: Sequence[Place]) -> None:
+        """Bind the origins of a tile along some axes to what its number says, last axis fastest."""
+        rest, left = number, prod(n for *_, n in places)
+        for origin, step, count in reversed(places):
+            self.env[origin] = (0, (count - 1) * step)
+            tile = Tile("0")
+            if count > 1:
+                left //= count
+                at = f"{rest.text} % {count}" if left > 1 else rest.text
+                text = at if step == 1 else f"({at}) * {step}" if "%" in at else f"{at} * {step}"
+                tile = self.define("t", text, number.axes, number.level)
+                if left > 1:
+                    rest = self.define("q", f"{rest.text} // {count}", number.axes, number.level)
+            self.bind(origin, Bound(tile), 0)
+
+    def count_lanes(self, dimension: Axis, number: Tile, total: int) -> None:
+        """Bind a dimension to the numbers of tiles side by side, of which there are `total`."""
+        self.numbers.add(dimension)
+        width = self.widths[dimension]
+        exists = self.tested(number, [f"< {total}"] if total % width else [])
+        self.bind(dimension, Bound(number, exists), 0)
 
     def tested(self, t: Tile, tests: Iterable[str]) -> Tile | None:
         return self.all_of([self.define("m", f"{t.text} {x}", t.axes, t.level) for x in tests])
@@ -179,10 +244,12 @@ class Writer:
         return f"{text}[{', '.join(':' if a in have else 'None' for a in axes)}]"
 
     def whole(self, t: Tile, axes: Axes, kind: str = "tl.float32") -> str:
-        """The same, broadcast to the full shape."""
+        """The same, broadcast to the full shape. kind: the type of a literal."""
         if set(t.axes) == set(axes):
             return self.onto(t, axes)
-        return f"({self.onto(t, axes)} + tl.zeros({self.shape(axes)}, {kind}))"
+        if t.literal:
+            return f"tl.full({self.shape(axes)}, {t.text}, {kind})"
+        return f"tl.broadcast_to({self.onto(t, axes)}, {self.shape(axes)})"
 
     # ---- values --------------------------------------------------------------------------------
 
@@ -197,23 +264,44 @@ class Writer:
         return tile
 
     def _compute(self, e: Expr) -> Tile:
-        if e.dtype is DType.I64:
+        from onchip.backends.triton.indices import counted
+
+        if e.dtype is DType.I64 and counted(self, e):
             return self.index(e)
         match e:
             case Const(value=v, dtype=d):
-                return Tile(spelling.constant(v, d))
-            case Call(fn=fn, args=args):
-                tiles = [self.value(a) for a in args]
-                axes = self.union(*tiles)
-                text = spelling.call(fn, [self.onto(t, axes) for t in tiles])
-                return self.define("v", text, axes, max(t.level for t in tiles))
+                return Tile(spelling.constant(v, d), literal=True)
+            case Call():
+                return self._call(e)
             case Load():
-                return self._kept(e) if e.src in self.kept else self._load(e)
+                return self._kept(e) if e.src in self.kept else self.load(e)
             case Reduce():
                 from onchip.backends.triton.reduce import emit_reduction
 
                 return emit_reduction(self, e)
         raise CannotExpress(Rule.UNSUPPORTED_EXPRESSION, "", f"a {type(e).__name__.lower()}")
+
+    def _call(self, e: Call) -> Tile:
+        from onchip.backends.triton.indices import counted, wide
+
+        stem = re.sub(r"\W|^_+", "", e.label) or "v"
+        match e:
+            case Call(fn="exp", args=(Call(fn="sub", args=(a, b)),), dtype=DType.F32) if (
+                self.coarse
+            ):
+                x, y = self.value(a), self.value(b)
+                base = self.define("base", f"{y.text} * {LOG2_E}", y.axes, y.level)
+                axes = self.union(x, base)
+                text = f"coarse_exp_above({self.onto(x, axes)}, {self.onto(base, axes)})"
+                return self.define(stem, text, axes, max(x.level, y.level))
+        tiles = [self.value(a) for a in e.args]
+        counts = [counted(self, a) for a in e.args if a.dtype is DType.I64]
+        if e.dtype is DType.I64 or not all(counts):
+            tiles = [wide(self, a, t) for a, t in zip(e.args, tiles, strict=True)]
+        axes = self.union(*tiles)
+        texts = [self.onto(t, axes) for t in tiles]
+        text = spelling.call(e.fn, texts, e.dtype, e.args[-1].dtype, self.coarse)
+        return self.define(stem, text, axes, max(t.level for t in tiles))
 
     def _kept(self, e: Load) -> Tile:
         """A value in registers, its dimensions renamed to the reader's axes."""
@@ -221,6 +309,12 @@ class Writer:
         names = dict(zip(own, e.index, strict=True))
         axes = []
         for a in tile.axes:
+            if a is self.lane:
+                if any(s.opaque for s in self.scopes):
+                    text = "a value in registers can't be an operand whose rows hold windows"
+                    raise CannotExpress(Rule.CONTRACTION_FORM, e.src.name, text)
+                axes.append(a)
+                continue
             reader = names[a]
             if not isinstance(reader, Axis):
                 text = f"one element of a dimension that tl.dot widened to {self.widths[a]} is read"
@@ -235,41 +329,49 @@ class Writer:
             axes.append(reader)
         return Tile(tile.text, tuple(axes), tile.level)
 
-    def _load(self, e: Load) -> Tile:
-        address, mask = self.address(e.src, e.index), self.mask(e)
+    def load(self, e: Load, widen: bool = True) -> Tile:
+        """What a load reads from memory, in the type that arithmetic happens in, or as stored."""
+        from onchip.backends.triton.indices import moving, outside
+
+        base, address = moving(self, self.offset(e.src, e.index))
+        mask = self.mask(e)
         axes = self.union(address, *([mask] if mask else []))
-        text = f"{self.pointers[e.src]} + {self.whole(address, axes, 'tl.int32')}"
+        pointer = self.pointers[e.src] + (f" + {base.text}" if base.text != "0" else "")
+        text = f"{pointer} + {self.whole(address, axes, self.integer)}"
         if mask is not None:
-            zero = False if e.src.dtype is DType.BOOL else 0.0
-            other = spelling.constant(zero if e.pad is None else e.pad, e.src.dtype)
+            other = spelling.constant(outside(self, e), e.src.dtype)
             text += f", mask={self.onto(mask, axes)}, other={other}"
-        widened = "" if e.src.dtype.compute is e.src.dtype else ".to(tl.float32)"
-        level = max(address.level, mask.level if mask else 0)
+        text += ', cache_modifier=".cg"' * (e.src in self.uncached)
+        widen = widen and e.src.dtype.compute is not e.src.dtype
+        level = max(base.level, address.level, mask.level if mask else 0)
+        if widen and self.options.packed and axes:
+            stored = self.define("x", f"tl.load({text})", axes, level)
+            self.packed[stored.text] = f"{stored.text}.to(tl.float32)"
+            return self.define("x", self.packed[stored.text], axes, level)
+        widened = ".to(tl.float32)" * widen
         return self.define("x", f"tl.load({text}){widened}", axes, level)
 
     def address(self, t: Tensor, index: tuple[Expr, ...]) -> Tile:
+        """The offset of an element in memory."""
+        return self.index(self.offset(t, index))
+
+    def offset(self, t: Tensor, index: tuple[Expr, ...]) -> Expr:
+        """The same as an expression."""
         place: Expr = Const(0, DType.I64)
         for i, stride in zip(index, self.strides[t], strict=True):
             place = place + i * stride
-        return self.index(place)
+        return simplify(place)
 
     def mask(self, e: Load) -> Tile | None:
-        """Which elements exist: those of existing axis values, inside the tensor if padded."""
-        axes = sorted({a for i in e.index for a in mentioned(i)}, key=self.ranks.__getitem__)
+        """Which elements exist: those of existing axis values, inside the tensor where the index is
+        padded or data."""
+        from onchip.backends.triton.indices import inside
+
+        found = {a for i in e.index for a in mentioned(i) if a in self.ranks}
+        axes = sorted(found, key=self.ranks.__getitem__)
         bounds_of = [self.bound(a) for a in axes]
         parts = [b.mask for b in bounds_of if b is not None and b.mask is not None]
-        if e.pad is not None:
-            parts += self._inside(e)
-        return self.all_of(parts)
-
-    def _inside(self, e: Load) -> list[Tile]:
-        out = []
-        for i, n in zip(e.index, e.src.shape, strict=True):
-            lo, hi = bounds(i)
-            tests = [f">= {0}"] * (lo < 0) + [f"< {n}"] * (hi >= n)
-            if tests and (inside := self.tested(self.index(i), tests)) is not None:
-                out.append(inside)
-        return out
+        return self.all_of(parts + inside(self, e))
 
     def all_of(self, masks: list[Tile]) -> Tile | None:
         masks = list(dict.fromkeys(masks))
@@ -279,71 +381,11 @@ class Writer:
         text = " & ".join(self.onto(m, axes) for m in masks)
         return self.define("m", text, axes, max(m.level for m in masks))
 
-    # ---- indices -------------------------------------------------------------------------------
-
     def index(self, e: Expr) -> Tile:
-        """An int64 expression in 32-bit arithmetic: terms over the same axes are added first."""
-        form = linear(e)
-        groups: dict[Axes, list[str]] = {}
-        level = 0
-        for atom, c in form.terms:
-            t = self._atom(atom)
-            level = max(level, t.level)
-            groups.setdefault(t.axes, []).append(t.text if c == 1 else f"{t.text} * {c}")
-        if form.constant or not groups:
-            scalar = groups.setdefault((), [])
-            scalar.append(str(form.constant))
-        axes = self.union(*(Tile("", g) for g in groups))
-        parts = [
-            self.onto(Tile(_bracketed(terms), g), axes) if g and g != axes else _sum(terms)
-            for g, terms in groups.items()
-        ]
-        return Tile(_bracketed(parts), axes, level)
+        """An int64 expression as part of an address."""
+        from onchip.backends.triton.indices import index
 
-    def _atom(self, e: Expr) -> Tile:
-        match e:
-            case Axis():
-                bound = self.bound(e)
-                assert bound is not None, f"axis {e} is not bound"
-                return bound.tile
-            case Call(fn="floordiv" | "mod" as fn, args=(a, Const(value=c))) if int(c) > 0:
-                return self._divided(fn, a, int(c))
-            case Call(fn="maximum" | "minimum" as fn, args=(a, b)):
-                x, y = self.index(a), self.index(b)
-                axes = self.union(x, y)
-                text = f"tl.{fn}({self.onto(x, axes)}, {self.onto(y, axes)})"
-                return Tile(text, axes, max(x.level, y.level))
-            case Call(fn="mul", args=(a, b)):
-                x, y = self.index(a), self.index(b)
-                axes = self.union(x, y)
-                text = f"({self.onto(x, axes)} * {self.onto(y, axes)})"
-                return Tile(text, axes, max(x.level, y.level))
-        what = e.fn if isinstance(e, Call) else type(e).__name__.lower()
-        raise CannotExpress(
-            Rule.UNSUPPORTED_EXPRESSION, "", f"{what} in integer arithmetic or an index"
-        )
-
-    def _divided(self, fn: str, a: Expr, c: int) -> Tile:
-        """Triton's // and % truncate, so a dividend that can be negative is shifted first."""
-        lo, _ = bounds(a)
-        if lo <= UNKNOWN[0]:
-            text = "a data-dependent index divided"
-            raise CannotExpress(Rule.UNSUPPORTED_EXPRESSION, "", text)
-        shift = max(-(lo // c), 0)
-        x = self.index(a + Const(shift * c, DType.I64))
-        if fn == "mod":
-            return Tile(f"({x.text} % {c})", x.axes, x.level)
-        back = f" - {shift}" if shift else ""
-        return Tile(f"({x.text} // {c}{back})", x.axes, x.level)
-
-
-def _sum(parts: list[str]) -> str:
-    return " + ".join(parts).replace("+ -", "- ")
-
-
-def _bracketed(parts: list[str]) -> str:
-    text = _sum(parts)
-    return text if len(parts) == 1 and " " not in text else f"({text})"
+        return index(self, e)
 
 
 def power_of_two(n: int) -> int:

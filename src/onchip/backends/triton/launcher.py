@@ -1,0 +1,183 @@
+"""Running compiled Triton kernels through the CUDA driver.
+
+A Launcher is made once for a kernel and a device; `run` neither allocates nor waits, so that a CUDA
+graph can record it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onchip.backends.triton.build import Built, Cubin
+from onchip.backends.triton.source import Launch
+from onchip.errors import CompilerError, DeviceError
+
+# cuda.h
+_INVALID_CONTEXT = 201
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_REGISTERS = 4  # CU_FUNC_ATTRIBUTE_NUM_REGS
+_FREE_SHARED = 48 << 10  # bytes that a launch may ask for without saying so before
+_ALIGNMENT = 16  # bytes, of every pointer: kernels are compiled for it
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Function:
+    """One launch, ready: the function's handle and the memory that its arguments are put into.
+    takes: which of the kernel's pointers; slots: their values; parameters: the slots' addresses."""
+
+    handle: ctypes.c_void_p
+    name: str
+    programs: int
+    threads: int
+    shared_bytes: int
+    takes: tuple[int, ...]
+    slots: ctypes.Array[ctypes.c_uint64]
+    parameters: ctypes.Array[ctypes.c_void_p]
+
+
+def current_device() -> int:
+    """The index of the GPU that PyTorch works on; DeviceError if it sees none."""
+    # asking whether there is one takes as long as a launch
+    if not torch.cuda.is_initialized() and not torch.cuda.is_available():
+        raise DeviceError("torch sees no GPU here: run `onchip doctor`")
+    return torch.cuda.current_device()
+
+
+class Launcher:
+    """A kernel on one device. Functions are loaded here, not when it runs."""
+
+    def __init__(self, built: Built, device: int) -> None:
+        """`device`: its index. DeviceError if the driver refuses."""
+        if not built.cubins:
+            raise CompilerError(f"{built.path} was not compiled (TRITON_INTERPRET is set)")
+        torch.cuda.init()
+        self.device = device
+        self._driver = driver()
+        self._lock = threading.Lock()  # the slots belong to one launch at a time
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()  # the runtime makes its context now
+            self._functions = tuple(
+                _function(launch, cubin)
+                for launch, cubin in zip(built.launches, built.cubins, strict=True)
+                if launch.programs
+            )
+
+    def run(self, pointers: Sequence[int], stream: int = 0) -> int:
+        """Launch the functions in order: `pointers` are the kernel's (inputs, outputs, workspace),
+        `stream` a CUDA stream's handle on this device. 0, or DeviceError."""
+        for p in pointers:
+            if p % _ALIGNMENT:
+                raise DeviceError(
+                    f"a tensor at address {p:#x} is not aligned to {_ALIGNMENT} bytes, as "
+                    "generated kernels need it: copy it first"
+                )
+        launch = self._driver.cuLaunchKernel
+        with self._lock:
+            for f in self._functions:
+                for slot, n in enumerate(f.takes):
+                    f.slots[slot] = pointers[n]
+                arguments = (
+                    f.handle, f.programs, 1, 1, f.threads, 1, 1, f.shared_bytes, stream,
+                    f.parameters, None,
+                )  # fmt: skip
+                code = launch(*arguments)
+                if code == _INVALID_CONTEXT:  # this thread's first use of the GPU
+                    _make_current(self.device)
+                    code = launch(*arguments)
+                if code:
+                    _check(code, f"launching {f.name}")
+        return 0
+
+
+def _function(launch: Launch, cubin: Cubin) -> Function:
+    """Load a binary into the current context."""
+    handle = _loaded(cubin.path, cubin.name, torch.cuda.current_device())
+    shared = cubin.resources.shared_bytes
+    if shared > _FREE_SHARED:
+        code = driver().cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED, shared)
+        _check(code, f"giving {cubin.name} {shared} bytes of shared memory")
+    slots = (ctypes.c_uint64 * cubin.parameters)()  # Triton's own pointers stay null
+    first = ctypes.addressof(slots)
+    addresses = [first + 8 * n for n in range(cubin.parameters)]
+    parameters = (ctypes.c_void_p * cubin.parameters)(*addresses)
+    threads = 32 * cubin.resources.warps
+    return Function(
+        handle, cubin.name, launch.programs, threads, shared, launch.arguments, slots, parameters
+    )
+
+
+@functools.cache
+def _loaded(path: Path, name: str, device: int) -> ctypes.c_void_p:
+    """A function of a binary, loaded once a device and kept: launches may still be on their way."""
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    image = path.read_bytes()
+    cuda = driver()
+    _check(cuda.cuModuleLoadData(ctypes.byref(module), image), f"loading {path} on GPU {device}")
+    found = cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode())
+    _check(found, f"finding {name} in {path}")
+    # with lazy loading, asking for an attribute loads the code: not in the midst of a graph
+    registers = ctypes.c_int()
+    asked = cuda.cuFuncGetAttribute(ctypes.byref(registers), _REGISTERS, function)
+    _check(asked, f"loading {name} of {path}")
+    return function
+
+
+# ---- the driver --------------------------------------------------------------------------------
+
+_pointer, _int, _unsigned = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint
+_FUNCTIONS: dict[str, list[Any]] = {
+    "cuModuleLoadData": [_pointer, ctypes.c_char_p],
+    "cuModuleGetFunction": [_pointer, _pointer, ctypes.c_char_p],
+    "cuFuncGetAttribute": [_pointer, _int, _pointer],
+    "cuFuncSetAttribute": [_pointer, _int, _int],
+    "cuLaunchKernel": [_pointer, *[_unsigned] * 7, _pointer, _pointer, _pointer],
+    "cuDriverGetVersion": [_pointer],
+    "cuDeviceGet": [_pointer, _int],
+    "cuDevicePrimaryCtxRetain": [_pointer, _int],
+    "cuCtxSetCurrent": [_pointer],
+    "cuGetErrorName": [_int, _pointer],
+    "cuGetErrorString": [_int, _pointer],
+}
+
+
+@functools.cache
+def driver() -> ctypes.CDLL:
+    """libcuda; DeviceError if there is none."""
+    name = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
+    try:
+        library = ctypes.CDLL(name)
+    except OSError as error:
+        raise DeviceError(f"the NVIDIA driver ({name}) is not installed here: {error}") from error
+    for function, arguments in _FUNCTIONS.items():
+        getattr(library, function).argtypes = arguments
+        getattr(library, function).restype = _int
+    return library
+
+
+def _check(code: int, what: str) -> None:
+    if not code:
+        return
+    texts = []
+    for ask in (driver().cuGetErrorName, driver().cuGetErrorString):
+        text = ctypes.c_char_p()
+        ask(code, ctypes.byref(text))
+        texts.append((text.value or b"unknown").decode())
+    raise DeviceError(f"{what} failed: {texts[0]} ({texts[1]})")
+
+
+def _make_current(device: int) -> None:
+    """Make torch's context, the device's primary one, this thread's."""
+    handle, context = ctypes.c_int(), ctypes.c_void_p()
+    _check(driver().cuDeviceGet(ctypes.byref(handle), device), f"opening GPU {device}")
+    retained = driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), handle)
+    _check(retained, f"taking the context of GPU {device}")
+    _check(driver().cuCtxSetCurrent(context), f"using the context of GPU {device}")

@@ -1,0 +1,84 @@
+"""The functions of a kernel of several phases: one for each phase, launched one after the other;
+or one for all of them, where the programs that share a row wait for each other.
+
+A barrier of a row is a counter in memory. Every program of the row stores what it hands on, adds
+one, and waits until all have. Leaving, it adds one more, and the last to leave puts zero back, so
+that the next launch starts as this one did.
+
+The programs that wait must not keep out the ones that they wait for. Programs start in the order of
+their numbers (as CUB's scans and stream-K products rely on as well), a row's are neighbours, and
+there are at most MOST_SHARING of them, far fewer than any GPU holds at once: so all programs of the
+lowest unfinished row are running or about to start.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from onchip.backends.triton.placement import Kept
+from onchip.backends.triton.source import Workspace
+from onchip.backends.triton.writer import Writer
+from onchip.fusion.nest import Nest
+from onchip.ir.expr import Tensor
+
+# Programs that may share a row.
+MOST_SHARING = 32
+# Counters lie in different sectors of the cache, so that rows don't wait for each other's atomics.
+COUNTER_BYTES = 32
+
+
+def same_tiles(w: Writer, before: Nest, nest: Nest) -> None:
+    """Let the tiles of an earlier phase be those of `nest`: its loops are the first of the root's,
+    and all are cut into single elements."""
+    for own, shared in zip(before.tile_axes, nest.tile_axes, strict=False):
+        bound = w.bound(shared)
+        assert bound is not None, "tiles are bound before phases are joined"
+        w.env[own] = w.env[shared]
+        w.scopes[-1].bound[own] = bound
+        w.ranks[own] = w.ranks[shared]
+
+
+def sharing(nest: Nest) -> tuple[int, int]:
+    """Rows of a joined nest, and programs that share one: the root's loops number the rows, the
+    chunks of a row, and the elements of a chunk, which are the tile."""
+    *rows, chunks, _ = (max(a.extent, 1) for a in nest.root.loops)
+    return prod(rows), chunks
+
+
+def counters(nest: Nest) -> list[Workspace]:
+    """The barriers' memory: after each phase but the last, a counter a row."""
+    rows, _ = sharing(nest)
+    return [Workspace(rows * COUNTER_BYTES, zeroed=True) for _ in nest.before]
+
+
+def emit_barrier(w: Writer, counter: str, nest: Nest, done: list[Kept]) -> None:
+    """Wait for the programs of the row; what they handed on is read from memory from here on."""
+    _, programs = sharing(nest)
+    step = COUNTER_BYTES // 4
+    at = w.define("row", f"{counter} + program // {programs} * {step}").text
+    w.line("tl.debug_barrier()")
+    w.line(f'tl.atomic_add({at}, 1, sem="release")')
+    w.line(f'while tl.atomic_add({at}, 0, sem="acquire") < {programs}:')
+    w.line("    pass")
+    w.line("tl.debug_barrier()")
+    w.leaving.append(f'if tl.atomic_add({at}, 1, sem="relaxed") == {2 * programs - 1}:')
+    w.leaving.append(f"    tl.store({at}, 0)")
+    for k in done:
+        if k.stage.placement == "shared":
+            del w.kept[k.stage.tensor]
+            w.uncached.add(k.stage.tensor)
+
+
+def narrowed(w: Writer) -> None:
+    """Blocks of half types are kept as stored from here on: what reads them next widens them
+    again. (Widened, a chunk would take twice the registers between two folds.)"""
+    for stored, widened in w.packed.items():
+        if widened in w.levels[0].names and not w.options.interpret:
+            w.line(f"{stored} = again({stored})")
+            del w.levels[0].names[widened]
+
+
+def handed_on(nest: Nest) -> tuple[Tensor, ...]:
+    """What the phases hand to each other through memory."""
+    stages = (st for phase in nest.phases for st in phase.stages)
+    return tuple(st.tensor for st in stages if st.placement == "shared")

@@ -1,0 +1,179 @@
+"""Child processes that compile: kept for a while, ended when they hang, replaced when they die."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from onchip.errors import CompilerError
+
+Job = dict[str, Any]
+IDLE_S = 30.0  # a process that nobody asked for so long is ended
+# A busy machine gives a process a part of a processor: limits are of processor time, and of so many
+# times as much time by the clock for one that only sleeps.
+WAITS = 5
+_STARTING_S = 120.0  # what importing Triton may take
+_SOURCES = Path(__file__).parents[3]
+
+
+class Worker:
+    """One process of worker.py."""
+
+    def __init__(self) -> None:
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process runs
+        self.scratch = tempfile.TemporaryDirectory(prefix="onchip-triton-")
+        self.ready = False
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(_SOURCES), *(p for p in sys.path if p)]),
+            "TRITON_INTERPRET": "0",
+            # each result is kept once, in our cache
+            "TRITON_CACHE_DIR": self.scratch.name,
+            "TRITON_ALWAYS_COMPILE": "1",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "onchip.backends.triton.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            env=environment,
+            start_new_session=True,  # so that its tools can be ended with it
+        )
+
+    def ask(self, job: Job, limit_s: float) -> Job:
+        """The answer; CompilerError if there is none after `limit_s` of processor time (or WAITS
+        times as long), or the process dies."""
+        if not self.ready:
+            self._answer(_STARTING_S, "starting")
+            self.ready = True
+        what = f"compiling {job['name']} of {job['source']} for sm_{job['capability']}"
+        self.log.seek(0)  # the process writes at this position too
+        self.log.truncate()
+        assert self.process.stdin is not None
+        # a process that is dead by now gives no answer, which says so
+        with contextlib.suppress(OSError):
+            task = {**job, "limit_s": limit_s, "wall_s": WAITS * limit_s}
+            self.process.stdin.write(json.dumps(task).encode() + b"\n")
+            self.process.stdin.flush()
+        try:
+            return self._answer(WAITS * limit_s, what)
+        except CompilerError:
+            if self.process.returncode == -signal.SIGXCPU:
+                took = f"Triton took more than {limit_s:g} s of processor time {what}"
+                raise CompilerError(took) from None
+            raise
+
+    def _answer(self, limit_s: float, what: str) -> Job:
+        assert self.process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            if not selector.select(limit_s):
+                self.end()
+                raise CompilerError(f"Triton took more than {limit_s:g} s {what}")
+        line = self.process.stdout.readline()
+        try:
+            return json.loads(line)
+        except ValueError:
+            self.end(5.0)  # its death may take a moment, and tells how
+            printed = self._printed()
+            raise CompilerError(f"Triton died ({self._death()}) {what}: {printed}") from None
+
+    def _death(self) -> str:
+        code = self.process.returncode
+        if code is not None and code < 0:
+            return signal.Signals(-code).name
+        return f"exit code {code}"
+
+    def _printed(self) -> str:
+        self.log.seek(0)
+        text = self.log.read().decode(errors="replace").strip()
+        return text[-600:] or "it printed nothing"
+
+    def end(self, grace_s: float = 0.05) -> None:
+        """End the process and its tools, by force after `grace_s`."""
+        if self.process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()
+        if self.process.poll() is None:
+            try:
+                self.process.wait(grace_s)
+            except subprocess.TimeoutExpired:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        self.scratch.cleanup()
+
+
+# ---- processes that wait for work --------------------------------------------------------------
+
+_idle: list[tuple[float, Worker]] = []
+_lock = threading.Lock()
+
+
+def run_all(jobs: Sequence[Job], limit_s: float, workers: int) -> list[Job | CompilerError]:
+    """The answer to each job, or why there is none; at most `workers` processes at a time.
+    `limit_s`: seconds of processor time for one job."""
+
+    def run(job: Job) -> Job | CompilerError:
+        worker = _borrow()
+        try:
+            answer: Job | CompilerError = worker.ask(job, limit_s)
+            _give_back(worker)
+        except CompilerError as error:
+            worker.end()
+            answer = error
+        except BaseException:
+            worker.end()
+            raise
+        return answer
+
+    with ThreadPoolExecutor(max(1, min(workers, len(jobs)))) as threads:
+        answers = list(threads.map(run, jobs))
+    timer = threading.Timer(IDLE_S + 1, end_idle, [IDLE_S])
+    timer.daemon = True
+    timer.start()
+    return answers
+
+
+def _borrow() -> Worker:
+    with _lock:
+        while _idle:
+            _, worker = _idle.pop()
+            if worker.process.poll() is None:
+                return worker
+            worker.end()
+    return Worker()
+
+
+def _give_back(worker: Worker) -> None:
+    with _lock:
+        _idle.append((time.monotonic(), worker))
+
+
+def end_idle(for_s: float = 0.0) -> None:
+    """End the processes that have waited for `for_s` seconds."""
+    now = time.monotonic()
+    with _lock:
+        old = [w for t, w in _idle if now - t >= for_s]
+        _idle[:] = [(t, w) for t, w in _idle if now - t < for_s]
+    for worker in old:
+        worker.end()
+
+
+atexit.register(end_idle)
+os.register_at_fork(after_in_child=_idle.clear)  # they are the parent's

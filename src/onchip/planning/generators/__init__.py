@@ -1,0 +1,108 @@
+"""Code generators: what the planner asks of one, and which one a device gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from onchip.errors import CompilerError, InputError
+from onchip.fusion.machine import Machine
+from onchip.fusion.refusal import Refusal
+from onchip.fusion.region import Region
+from onchip.ir.expr import Tensor
+from onchip.planning.candidates import Candidate, Context, Strides
+from onchip.planning.plan import Kernel
+from onchip.settings import Settings
+
+
+class Built(Protocol):
+    """A candidate after its compiler. path: the binary, or the text, in the cache; reused: it was
+    found there."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def reused(self) -> bool: ...
+
+
+Failure = CompilerError | Refusal
+
+
+class Generator(Protocol):
+    """Writes and builds kernels for one device.
+
+    name      "cpp" or "triton"
+    machine   what it writes for
+    timed     whether a kernel's time says anything; where it does not (an interpreter), a kernel
+              that is correct ships
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def machine(self) -> Machine: ...
+    @property
+    def timed(self) -> bool: ...
+
+    @property
+    def problem(self) -> str:
+        """Why it can build nothing here ("no C++ compiler was found"); "" if it can."""
+        ...
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What a verdict about its kernels depends on beyond region, machine and onchip's code:
+        the compiler's version, settings, PyTorch's flags for precision."""
+        ...
+
+    @property
+    def seconds_per_kernel(self) -> float:
+        """What one kernel takes to compile, on one core."""
+        ...
+
+    def root_of(self, region: Region, strides: dict[Tensor, Strides]) -> Tensor | Refusal | None:
+        """The root of a nest of the region, None if it takes several; or why it can't be one
+        kernel."""
+        ...
+
+    def variants(self, region: Region, context: Context) -> Sequence[Any] | Refusal:
+        """Ways to run a region before any text is written, most promising first."""
+        ...
+
+    def write(self, region: Region, variant: Any, context: Context) -> Candidate | Refusal:
+        """The kernel of one of `variants`."""
+        ...
+
+    def build_all(self, candidates: Sequence[Candidate]) -> Sequence[Built | Failure]:
+        """Compile many, in parallel, cached; or why one could not be compiled, or is not worth
+        running."""
+        ...
+
+    def kernel(self, candidate: Candidate, built: Any) -> Kernel:
+        """The runnable kernel of what `build_all` made of the candidate."""
+        ...
+
+    def has_short_form(self, region: Region, constants: frozenset[Tensor]) -> bool:
+        """Whether a convolution of the region could do with fewer products in a kernel alone."""
+        ...
+
+
+def generator_for(device: torch.device, settings: Settings) -> Generator:
+    """The generator for tensors on `device`. Raises InputError if settings name one that can't
+    write for it."""
+    from onchip.planning.generators import cpp, triton
+
+    match device.type, settings.generator:
+        case "cpu", "auto" | "cpp":
+            return cpp.for_cpu(settings)
+        case "cpu", "triton":
+            return triton.interpreted()
+        case "cuda", "auto" | "triton":
+            return triton.for_device(device)
+    raise InputError(
+        f'Settings(generator="{settings.generator}") can\'t write kernels for tensors on {device}: '
+        'use generator="auto"'
+    )

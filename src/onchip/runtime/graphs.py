@@ -1,0 +1,387 @@
+"""A program on a GPU as CUDA graphs: one launch a call, where that is measured faster.
+
+A graph reads and writes the memory that it was recorded with. Two kinds are kept:
+
+- of its *own* inputs: a call copies its inputs there, and its results are copies. Any call may use
+  it. One for each stream.
+- *lent*: recorded on the memory of a caller's inputs, seen before at the same addresses. Nothing is
+  copied; its results are the graph's own memory, so it runs again only when nobody holds them.
+
+Everything is bound to a stream: graphs recorded for one share an arena and a pool of memory, since
+work on a stream stays in order.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from onchip.analysis.record import Blocker, GraphCoverage
+from onchip.capture import schema
+from onchip.capture.captured import Captured
+from onchip.errors import OnchipError
+from onchip.ir.expr import Tensor
+from onchip.planning.plan import LibraryStep, Plan
+from onchip.planning.recording import record
+from onchip.runtime.arena import Arena, use_count
+from onchip.runtime.executable import PROGRAM, Executable, view_of
+from onchip.runtime.weights import Snapshot
+
+ROUNDS = 9  # of measuring: graph or not
+LEAST_GAIN = 0.02  # a graph that saves less is not worth its memory
+MOST_LENT = 4  # graphs on callers' memory, for each stream
+STREAMS = 4
+# Graphs whose weights change are recorded again, as long as each served so many calls.
+LEAST_CALLS = 4
+PATIENCE = 8
+
+
+def find_blockers(captured: Captured, plan: Plan, device: torch.device) -> tuple[Blocker, ...]:
+    """What a graph can't hold: operators with tensors on the CPU, and random numbers (each replay
+    would draw the same). Operators that wait for the GPU are found by recording."""
+    found = []
+    for t in captured.graph.inputs:
+        if _elsewhere(t, device):
+            found.append(Blocker(t.name, "", f"this input is on {t.tag['device']}"))
+    for step in plan.steps:
+        if not isinstance(step, LibraryStep):
+            continue
+        node = step.node
+        odd = next((t for t in (*node.inputs, *node.results) if _elsewhere(t, device)), None)
+        target = node.call.target
+        if odd is not None:
+            reason = f"{odd.name} is on {odd.tag['device']}"
+        elif schema.is_random(target) and "empty" not in target:
+            reason = "it draws random numbers"
+        else:
+            continue
+        found.append(Blocker(node.name, str(node.origin), reason))
+    return tuple(found)
+
+
+def _elsewhere(t: Tensor, device: torch.device) -> bool:
+    return str(t.tag.get("device", device)) != str(device)
+
+
+class _CannotRecord(Exception):
+    """Recording failed, for the reason that is this one's cause."""
+
+
+@dataclass(eq=False)
+class Instance:
+    """One recorded graph. pointers: addresses of the inputs that it reads; own: those inputs, where
+    they are its own; results: computed ones, None for those made anew by each call."""
+
+    graph: torch.cuda.CUDAGraph
+    snapshot: Snapshot
+    pointers: tuple[int, ...]
+    own: list[torch.Tensor] | None
+    results: list[torch.Tensor | None]
+    storages: list[torch.UntypedStorage] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        kept = {id(t): t for t in self.results if t is not None}
+        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in kept.values()}
+        self.storages = list(storages.values())
+        if use_count is not None:
+            self.counts = [use_count(s._cdata) for s in self.storages]
+
+    def free(self) -> bool:
+        """Whether nobody else holds a result."""
+        return use_count is not None and all(
+            use_count(s._cdata) <= n for s, n in zip(self.storages, self.counts, strict=True)
+        )
+
+
+@dataclass(eq=False)
+class Lane:
+    """What belongs to one stream."""
+
+    arena: Arena | None
+    pool: Any = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    own: Instance | None = None
+    lent: deque[Instance] = field(default_factory=lambda: deque(maxlen=MOST_LENT))
+    seen: deque[tuple[int, ...]] = field(default_factory=lambda: deque(maxlen=MOST_LENT))
+
+
+class Graphs:
+    """The CUDA graphs of one specialisation. `coverage` says whether it has any, and why not.
+
+    run    the flat results of a call, enqueued on the current stream; None if it must be launched
+           without a graph
+    Thread-safe. A result's memory may be written again by a later call on the same stream once the
+    caller has dropped it: work on it that another stream does must be waited for before.
+    """
+
+    def __init__(
+        self, captured: Captured, plan: Plan, executable: Executable, device: torch.device,
+        mutated: Sequence[int], constants: Sequence[Tensor],
+    ) -> None:  # fmt: skip
+        self.captured, self.executable, self.device = captured, executable, device
+        self.mutated, self.constants = mutated, constants
+        self.lanes: dict[int, Lane] = {}
+        self.lock = threading.Lock()
+        self.records = self.calls = 0
+        self.copying = False  # a graph pays although inputs are copied in and results out
+        blockers = find_blockers(captured, plan, device)
+        self.coverage = GraphCoverage(False, _blocked(blockers), blockers)
+
+    # -- whether there are any
+
+    def prepare(self, inputs: Sequence[torch.Tensor], now: Snapshot) -> None:
+        """Record and time the program on copies of these inputs, on the current stream: the
+        coverage says what came out. Buffers that the program writes are put back."""
+        if self.coverage.blockers:
+            return
+        with torch.no_grad():
+            saved = [(now.values[t], now.values[t].clone()) for t in self.constants]
+            try:
+                self._prepare(_stream(self.device), inputs, now)
+            except _CannotRecord as failure:
+                self._off(self._culprit(failure.__cause__ or failure))
+            except RuntimeError as error:  # no memory for a second set of inputs
+                self._off(self._culprit(error))
+            finally:
+                for t, value in saved:
+                    t.copy_(value)
+
+    def _prepare(self, stream: int, inputs: Sequence[torch.Tensor], now: Snapshot) -> None:
+        lane = self.lanes[stream] = self._new_lane()
+        own, inputs = ([_copy(x) for x in inputs] for _ in range(2))
+        for _ in range(2):
+            self._launch(own, now, lane.arena)
+        lane.own = mine = self._record(lane, own, now, own)
+        runs = (
+            lambda: self._launch(own, now, lane.arena),
+            mine.graph.replay,
+            lambda: self._copied(mine, inputs, now),
+        )
+        launched, replayed, copied = _medians(runs, self.device)
+        gain = 1 - replayed / launched
+        figures = f"{replayed:,.0f} µs against {launched:,.0f} µs launched one by one"
+        cover = replace(self.coverage, launched_us=launched, replayed_us=replayed, copied_us=copied)
+        self.copying = copied < launched * (1 - LEAST_GAIN)
+        if gain < LEAST_GAIN or (use_count is None and not self.copying):
+            self.coverage = replace(cover, text=f"a CUDA graph would gain nothing: {figures}")
+            self.lanes.clear()
+            return
+        rest = "" if self.copying else ", for inputs at addresses seen before"
+        self.coverage = replace(cover, graphed=True, text=f"one CUDA graph{rest}: {figures}")
+        if not self.copying:
+            lane.own = None
+
+    def _off(self, blocker: Blocker) -> None:
+        """No graphs from now on."""
+        text = f"no CUDA graph: {blocker.operator}: {blocker.reason}"
+        self.coverage = replace(
+            self.coverage, graphed=False, text=text, blockers=(*self.coverage.blockers, blocker)
+        )
+        self.lanes.clear()
+
+    def _culprit(self, error: BaseException) -> Blocker:
+        """The operator whose call failed, by the line of the program that made it."""
+        frames = traceback.extract_tb(error.__traceback__)
+        line = next((f.lineno for f in reversed(frames) if f.filename == PROGRAM), None)
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+        source = self.executable.source.splitlines()
+        if line is None or line > len(source):
+            return Blocker("the program", "", text)
+        name = source[line - 1].partition("  # ")[2] or source[line - 1].strip()
+        node = next((n for n in self.captured.graph.nodes if n.name == name), None)
+        return Blocker(name, str(node.origin) if node is not None else "", text)
+
+    # -- calls
+
+    def run(
+        self, inputs: Sequence[torch.Tensor], now: Snapshot, stream: int
+    ) -> list[torch.Tensor] | None:
+        """See the class. `stream`: the current stream's handle."""
+        if not self.coverage.graphed:
+            return None
+        lane = self._lane(stream)
+        if lane is None:
+            return None
+        with lane.lock:
+            self.calls += 1
+            self._forget(lane, now)
+            try:
+                return self._serve(lane, inputs, now)
+            except _CannotRecord as failure:
+                self._off(self._culprit(failure.__cause__ or failure))
+                return None
+
+    def _serve(
+        self, lane: Lane, inputs: Sequence[torch.Tensor], now: Snapshot
+    ) -> list[torch.Tensor] | None:
+        pointers = tuple(x.data_ptr() for x in inputs)
+        known = pointers in lane.seen
+        if not known:
+            lane.seen.append(pointers)
+        mine = next((i for i in lane.lent if i.pointers == pointers and i.free()), None)
+        if mine is None and known and self._worth_recording():
+            mine = self._record(lane, inputs, now, None)
+            lane.lent.append(mine)  # the oldest goes
+        if mine is not None:
+            mine.graph.replay()
+            self._count_writes(inputs, now)
+            return self._results(mine, inputs, now, copied=False)
+        if not self.copying:
+            return None
+        if lane.own is None:
+            own = [_copy(x) for x in inputs]
+            lane.own = self._record(lane, own, now, own)
+        return self._copied(lane.own, inputs, now)
+
+    def _worth_recording(self) -> bool:
+        """Results must be known to be dropped; and what is recorded must be used."""
+        return use_count is not None and (
+            self.records < PATIENCE or self.calls > LEAST_CALLS * self.records
+        )
+
+    def _forget(self, lane: Lane, now: Snapshot) -> None:
+        """Drop graphs of weights that were replaced since."""
+        if lane.own is not None and lane.own.snapshot is not now:
+            lane.own = None
+        for i in [i for i in lane.lent if i.snapshot is not now]:
+            lane.lent.remove(i)
+
+    def _lane(self, stream: int) -> Lane | None:
+        lane = self.lanes.get(stream)
+        if lane is None and len(self.lanes) < STREAMS:
+            with self.lock:
+                lane = self.lanes.setdefault(stream, self._new_lane())
+        return lane
+
+    def _new_lane(self) -> Lane:
+        arenas = self.executable.arenas
+        return Lane(arenas.new() if arenas is not None else None)
+
+    # -- recording and replaying
+
+    def _launch(
+        self, inputs: Sequence[torch.Tensor], now: Snapshot, arena: Arena | None
+    ) -> list[torch.Tensor]:
+        return self.executable.run(
+            inputs, now.tensors, now.pointers, now.derived, now.derived_pointers, arena
+        )
+
+    def _record(
+        self, lane: Lane, inputs: Sequence[torch.Tensor], now: Snapshot,
+        own: list[torch.Tensor] | None,
+    ) -> Instance:  # fmt: skip
+        given = [x.detach() for x in inputs]
+        if lane.own is None and not lane.lent:
+            lane.pool = None  # PyTorch's allocator gives a pool up with its last graph
+        try:
+            r = record(lambda: self._launch(given, now, lane.arena), self.device, lane.pool)
+        except (RuntimeError, OnchipError) as error:
+            raise _CannotRecord from error
+        self.records += 1
+        lane.pool = r.pool
+        kinds = self.executable.results
+        computed = [
+            t if kind == "computed" else None for t, kind in zip(r.result, kinds, strict=True)
+        ]
+        pointers = tuple(x.data_ptr() for x in inputs)
+        # what aliases an input is not held: the caller's memory is the caller's
+        return Instance(r.graph, now, pointers, own, computed)
+
+    def _copied(
+        self, mine: Instance, inputs: Sequence[torch.Tensor], now: Snapshot
+    ) -> list[torch.Tensor]:
+        """Replay on copies of the inputs; results are copies, and writes are copied back."""
+        assert mine.own is not None
+        for to, x in zip(mine.own, inputs, strict=True):
+            _distinct(to).copy_(_distinct(x.detach()))
+        mine.graph.replay()
+        for i in self.mutated:
+            inputs[i].copy_(mine.own[i])
+        self._count_writes((), now)
+        return self._results(mine, inputs, now, copied=True)
+
+    def _count_writes(self, inputs: Sequence[torch.Tensor], now: Snapshot) -> None:
+        """Let PyTorch know what the replay wrote: other programs' derived weights depend on it."""
+        written = [now.values[t] for t in self.constants]
+        written += [inputs[i] for i in self.mutated] if inputs else []
+        for t in written:
+            if not t.is_inference():
+                torch.autograd.graph.increment_version(t)
+
+    def _results(
+        self, mine: Instance, inputs: Sequence[torch.Tensor], now: Snapshot, copied: bool
+    ) -> list[torch.Tensor]:
+        """New tensor objects for a call's results: on the graph's memory or a copy of it, and
+        aliases of this call's inputs and constants."""
+        copies: dict[int, torch.UntypedStorage] = {}  # results that share memory go on doing so
+        out: list[torch.Tensor] = []
+        for t, how in zip(mine.results, self.captured.results, strict=True):
+            if t is not None:
+                out.append(_again(t, copies) if copied else t.detach())
+                continue
+            assert how.alias is not None
+            kind, key = how.alias
+            base = {"input": inputs, "output": out}.get(kind, now.values)[key]
+            moved = (how.dtype, how.shape, how.strides, how.shift)
+            out.append(base if how.same else view_of(base, *moved))
+        return out
+
+
+def _again(t: torch.Tensor, copies: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+    """A copy of a tensor, on the copy of its storage that `copies` holds already, if any."""
+    if t.is_conj() or t.is_neg():
+        return t.clone()
+    storage = t.untyped_storage()
+    if storage._cdata not in copies:
+        whole = torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage)
+        copies[storage._cdata] = whole.clone().untyped_storage()
+    out = torch.empty(0, dtype=t.dtype, device=t.device)
+    return out.set_(copies[storage._cdata], t.storage_offset(), t.shape, t.stride())
+
+
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    """The same elements with the same strides; an expanded tensor stays expanded."""
+    with torch.inference_mode(False), torch.no_grad():  # calls in any mode write it later
+        out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        _distinct(out).copy_(_distinct(x.detach()))
+    return out
+
+
+def _distinct(x: torch.Tensor) -> torch.Tensor:
+    """Each element of an expanded tensor once: a copy may not write one twice."""
+    if 0 not in x.stride():
+        return x
+    shape = [min(n, 1) if s == 0 else n for n, s in zip(x.shape, x.stride(), strict=True)]
+    return x.as_strided(shape, x.stride())
+
+
+def _blocked(blockers: tuple[Blocker, ...]) -> str:
+    names = ", ".join(b.operator for b in blockers[:3])
+    more = f" and {len(blockers) - 3} more" if len(blockers) > 3 else ""
+    return f"no CUDA graph: {names}{more} can't be part of one" if blockers else "not tried yet"
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def _medians(runs: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
+    """Microseconds of each, with the wait for the GPU, in turn."""
+    times: list[list[float]] = [[] for _ in runs]
+    for _ in range(ROUNDS):
+        for run, mine in zip(runs, times, strict=True):
+            torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            run()
+            torch.cuda.synchronize(device)
+            mine.append((time.perf_counter() - start) * 1e6)
+    return [statistics.median(t) for t in times]

@@ -1,0 +1,335 @@
+"""CUDA graphs without a GPU: a stand-in records a call and repeats it in the same memory, which is
+what a graph does. Which graph serves a call, what is copied, and what is never overwritten."""
+
+import gc
+
+import pytest
+import torch
+from tests.modules import Fn, same
+from torch import nn
+
+from onchip.analysis.record import Blocker
+from onchip.planning.recording import Recording
+from onchip.runtime import graphs
+from onchip.runtime.graphs import Graphs, find_blockers
+from onchip.runtime.weights import Snapshot
+
+from .library import compile_library, library_plan
+
+CPU = torch.device("cpu")
+
+
+class Replay:
+    """Computes again into the memory of the first results, reading the recorded inputs."""
+
+    def __init__(self, run, results):
+        self.run, self.results = run, results
+
+    def replay(self):
+        written = tuple(t for t in reached(self.run) if not t.is_inference())
+        with torch.inference_mode(False), torch.no_grad():
+            with torch.autograd._unsafe_preserve_version_counter(written):
+                computed = self.run()
+            for old, new in zip(self.results, computed, strict=True):
+                if old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+def reached(run):
+    """The inputs and weights that a recorded call reads and may write."""
+    for cell in run.__closure__:
+        match cell.cell_contents:
+            case list() as inputs:
+                yield from inputs
+            case Snapshot() as now:
+                yield from now.tensors
+
+
+def recording(times):
+    """What stands for recording and for the clock; `times`: launched, replayed, copied."""
+
+    def record(run, device, pool=None):
+        saved = [(t, t.clone()) for t in reached(run)]
+        with torch.inference_mode(False), torch.no_grad():
+            results = run()
+        for t, value in saved:  # recording runs nothing
+            if not torch.equal(t, value):
+                t.copy_(value)
+        kept = [t.detach() for t in results]  # as a graph: it keeps memory, not tensors
+        return Recording(Replay(run, kept), results, pool or "pool")  # type: ignore[arg-type]
+
+    def medians(runs, device):
+        for run in runs:
+            run()
+        return list(times)
+
+    return record, medians
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """(model, inputs, times) -> a function that calls its graphs as a program would."""
+
+    def make(model, inputs, times=(100.0, 10.0, 20.0)):
+        record, medians = recording(times)
+        monkeypatch.setattr(graphs, "record", record)
+        monkeypatch.setattr(graphs, "_medians", medians)
+        monkeypatch.setattr(graphs, "_stream", lambda device: 0)
+        with torch.no_grad():
+            entry = compile_library(model, inputs).latest
+            entry.graphs = made = Graphs(
+                entry.captured, entry.plan, entry.executable, CPU, entry.mutated,
+                entry.mutated_constants,
+            )  # fmt: skip
+            made.prepare(inputs, entry.weights.current())
+        return entry
+
+    return make
+
+
+@torch.no_grad()
+def call(entry, *inputs, stream=0):
+    return entry.graphs.run(inputs, entry.weights.current(), stream)
+
+
+def sums(s, x, y):
+    z = torch.cumsum(x + y, 0)
+    return z, z[1:], x, s.w
+
+
+def model():
+    return Fn(sums, w=torch.ones(2))
+
+
+def test_new_inputs_are_copied_and_known_ones_are_not(prepared):
+    x, y = torch.randn(2, 4, 3)
+    entry = prepared(model(), (x, y))
+    assert entry.graphs.coverage.graphed
+    lane = entry.graphs.lanes[0]
+    for _ in range(3):
+        a, b = torch.randn(2, 4, 3).unbind()
+        got, want = call(entry, a, b), sums(entry.captured.module, a, b)
+        assert len(lane.lent) == 0
+        assert got[2] is a
+        assert got[3] is entry.captured.module.w
+        assert got[1].data_ptr() == got[0][1:].data_ptr()
+        for p, q in zip(got, want, strict=True):
+            same(p, q)
+            assert p.stride() == q.stride()
+    call(entry, x, y)
+    got = call(entry, x, y)  # seen before: a graph on this memory
+    assert len(lane.lent) == 1
+    x.add_(1)
+    del got
+    gc.collect()
+    again = call(entry, x, y)
+    assert len(lane.lent) == 1
+    for p, q in zip(again, sums(entry.captured.module, x, y), strict=True):
+        same(p, q)
+
+
+def test_held_results_are_never_overwritten(prepared):
+    x, y = torch.randn(2, 4, 3)
+    entry = prepared(model(), (x, y))
+    kept, wanted = [], []
+    for k in range(12):
+        x.fill_(k)
+        kept.append(call(entry, x, y))
+        wanted.append([t.clone() for t in sums(entry.captured.module, x, y)])
+        for got, want in zip(kept, wanted, strict=True):
+            same(got[0], want[0])
+            same(got[1], want[1])
+    view = kept[-1][0][2]  # a view alone keeps the memory too
+    value = view.clone()
+    del kept, got
+    gc.collect()
+    for k in range(8):
+        x.fill_(-k)
+        call(entry, x, y)
+    same(view, value)
+
+
+def test_dropped_results_are_used_again(prepared):
+    x, y = torch.randn(2, 4, 3)
+    entry = prepared(model(), (x, y))
+    pointers = set()
+    for _ in range(10):
+        out = call(entry, x, y)  # the last one is held while this is computed
+        pointers.add(out[0].data_ptr())
+    assert len(entry.graphs.lanes[0].lent) == 2
+    assert len(pointers) <= 3
+    assert entry.graphs.records <= 3
+
+
+def test_a_result_is_a_new_object(prepared):
+    x, y = torch.randn(2, 4, 3)
+    entry = prepared(model(), (x, y))
+    for _ in range(4):
+        out = call(entry, x, y)[0]
+        assert out.shape == (4, 3)
+        out.t_()  # changes the caller's object only
+
+
+def test_results_that_share_memory_in_another_order_do_so_as_copies(prepared):
+    def f(s, x):
+        z = torch.cumsum(x, 0)
+        return z[1:], z
+
+    entry = prepared(Fn(f), (torch.ones(4),))
+    a, b = call(entry, torch.arange(4.0))
+    same(b, torch.tensor([0.0, 1.0, 3.0, 6.0]))
+    b.zero_()
+    same(a, torch.zeros(3))
+
+
+def writes(s, x):
+    x.mul_(2)
+    s.total.add_(x.sum())
+    return torch.cumsum(x, 0)
+
+
+def test_writes_reach_the_caller_and_are_counted(prepared):
+    m = nn.Module()
+    m.register_buffer("total", torch.zeros(()))
+    m.forward = writes.__get__(m)
+    x = torch.arange(3.0)
+    entry = prepared(m, (x,))
+    same(x, torch.arange(3.0))  # preparing changed nothing
+    same(m.total, torch.zeros(()))
+    total = 0.0
+    for k in range(6):
+        mine = torch.ones(3) if k < 2 else x
+        want = mine * 2
+        versions = mine._version, m.total._version
+        same(call(entry, mine)[0], torch.cumsum(want, 0))
+        same(mine, want)
+        total += float(want.sum())
+        assert float(m.total) == pytest.approx(total)
+        assert mine._version > versions[0]
+        assert m.total._version > versions[1]
+    assert entry.graphs.lanes[0].lent
+
+
+def test_changed_weights_are_recorded_again(prepared):
+    linear = nn.Linear(3, 2)
+    m = Fn(lambda s, x: torch.cumsum(s.linear(x), 0))
+    m.linear = linear
+    x = torch.randn(4, 3)
+    entry = prepared(m, (x,))
+    for _ in range(3):
+        same(call(entry, x)[0], m(x).detach())
+    with torch.no_grad():
+        linear.weight = nn.Parameter(linear.weight * 2)
+    before = entry.graphs.records
+    for _ in range(3):
+        same(call(entry, x)[0], m(x).detach())
+    assert entry.graphs.records > before
+    with torch.no_grad():
+        linear.weight.mul_(3)  # in place: the graph reads what is there
+    before = entry.graphs.records
+    same(call(entry, x)[0], m(x).detach())
+    assert entry.graphs.records == before
+
+
+def test_weights_that_change_at_every_call_are_not_recorded_for_ever(prepared):
+    m = Fn(lambda s, x: torch.cumsum(x * s.w, 0), w=torch.ones(3))
+    x = torch.randn(4, 3)
+    entry = prepared(m, (x,), (100.0, 10.0, 200.0))
+    for k in range(60):
+        m.w = torch.full((3,), float(k))
+        got = call(entry, x)
+        same(m(x) if got is None else got[0], m(x))
+    assert entry.graphs.records <= graphs.PATIENCE + 60 / graphs.LEAST_CALLS
+
+
+def test_expanded_and_strided_inputs(prepared):
+    m = Fn(lambda s, x: torch.cumsum(x, 1))
+    forms = [torch.randn(1, 5).expand(4, 5), torch.randn(5, 4).t(), torch.randn(8, 5)[::2]]
+    for x in forms:
+        entry = prepared(m, (x,))
+        for _ in range(3):
+            same(call(entry, x)[0], m(x))
+            other = torch.randn(x.shape).as_strided(x.shape, x.stride()) if 0 in x.stride() else x
+            same(call(entry, other)[0], m(other))
+
+
+def test_streams_have_graphs_of_their_own_and_not_without_end(prepared):
+    x, y = torch.randn(2, 4, 3)
+    entry = prepared(model(), (x, y))
+    for stream in range(graphs.STREAMS + 2):
+        got = call(entry, x, y, stream=stream)
+        assert (got is None) == (stream >= graphs.STREAMS)
+    arenas = [lane.arena for lane in entry.graphs.lanes.values()]
+    assert len(arenas) == graphs.STREAMS
+
+
+def test_calls_in_inference_mode_and_outside_share_graphs(prepared):
+    x, y = torch.randn(2, 4, 3)
+    entry = prepared(model(), (x, y))
+    for stream in (0, 1):
+        with torch.inference_mode():
+            a, b = torch.randn(2, 4, 3).unbind()
+            same(entry.graphs.run((a, b), entry.weights.current(), stream)[0], (a + b).cumsum(0))
+        for _ in range(3):
+            same(call(entry, x, y, stream=stream)[0], (x + y).cumsum(0))
+            with torch.inference_mode():
+                same(call(entry, x, y, stream=stream)[0], (x + y).cumsum(0))
+
+
+def test_no_graph_that_is_not_faster(prepared):
+    x, y = torch.randn(2, 4, 3)
+    entry = prepared(model(), (x, y), (10.0, 9.9, 20.0))
+    assert not entry.graphs.coverage.graphed
+    assert "gain nothing" in entry.graphs.coverage.text
+    assert call(entry, x, y) is None
+
+
+def test_copies_are_not_made_where_they_cost_more_than_the_graph_saves(prepared):
+    x, y = torch.randn(2, 4, 3)
+    entry = prepared(model(), (x, y), (10.0, 5.0, 20.0))
+    assert call(entry, *torch.randn(2, 4, 3)) is None
+    assert call(entry, x, y) is None
+    assert call(entry, x, y) is not None  # seen before
+    assert "addresses seen before" in entry.graphs.coverage.text
+
+
+def test_blockers_name_operator_place_and_reason():
+    def f(s, x):
+        return torch.cumsum(nn.functional.dropout(x, 0.5, training=True), 0)
+
+    with torch.no_grad():
+        captured = compile_library(Fn(f), (torch.ones(3),)).builds[-1]
+    plan = library_plan(captured)
+    (found,) = find_blockers(captured, plan, CPU)
+    assert "dropout" in found.operator
+    assert "modules.py:" in found.origin
+    assert found.reason == "it draws random numbers"
+    elsewhere = find_blockers(captured, plan, torch.device("cuda:0"))
+    assert elsewhere[0] == Blocker("input0", "", "this input is on cpu")
+
+
+def test_an_operator_that_cannot_be_recorded_is_named(prepared, monkeypatch):
+    x, y = torch.randn(2, 4, 3)
+    entry = prepared(model(), (x, y))
+
+    def fails(run, device, pool=None):
+        def broken(*_, **__):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+        name = next(k for k, v in entry.executable.run.__globals__.items()
+                    if "cumsum" in str(v))  # fmt: skip
+        monkeypatch.setitem(entry.executable.run.__globals__, name, broken)
+        return run()
+
+    monkeypatch.setattr(graphs, "record", fails)
+    made = Graphs(
+        entry.captured, entry.plan, entry.executable, CPU, entry.mutated, entry.mutated_constants
+    )
+    with torch.no_grad():
+        made.prepare((x, y), entry.weights.current())
+    (found,) = made.coverage.blockers
+    assert "cumsum" in found.operator
+    assert "modules.py:" in found.origin
+    assert "not permitted when stream is capturing" in found.reason
+    assert not made.coverage.graphed
+    assert made.run((x, y), entry.weights.current(), 0) is None
