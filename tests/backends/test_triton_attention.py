@@ -11,6 +11,7 @@ import importlib.util
 import math
 import operator
 import re
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -23,6 +24,7 @@ from tests.fusion.harness import VALUES, Program, close, op, program, value
 from onchip.backends.cpp.run import region_for
 from onchip.backends.triton.build import Built, build_all
 from onchip.backends.triton.kernel import emit_kernel
+from onchip.backends.triton.resources import tool
 from onchip.backends.triton.source import Options, TritonSource, Variant
 from onchip.backends.triton.stream_tiles import walk_variants
 from onchip.backends.triton.tiles import variants
@@ -308,9 +310,9 @@ def test_weights_are_rounded_to_the_values_type(cases) -> None:
 def test_the_scale_is_part_of_the_exponent(cases) -> None:
     """One multiply-add and exp2 an element; a negative scale does not keep the maximum."""
     scale = re.escape(repr(np.float32(0.25 * math.log2(math.e)).item()))
-    assert re.search(rf"tl\.exp2\(\w+ \* {scale} - ", cases["bfloat16"].source.text)
+    assert re.search(rf"exp2\(\w+ \* {scale} - ", cases["bfloat16"].source.text)
     plain = re.escape(repr(np.float32(math.log2(math.e)).item()))
-    assert re.search(rf"tl\.exp2\(\w+ \* {plain} - ", cases["negative scale"].source.text)
+    assert re.search(rf"exp2\(\w+ \* {plain} - ", cases["negative scale"].source.text)
 
 
 def test_a_causal_walk_ends_at_the_diagonal() -> None:
@@ -424,6 +426,15 @@ def test_proposed_tiles_compile_without_spills(name: str, built) -> None:
     assert (r.stack_bytes, r.spills) == (0, 0)
     assert r.shared_bytes <= gpu.shared_bytes
     assert made.over_budget(gpu) is None
+
+
+@pytest.mark.parametrize("name", ["sm_90, causal", "sm_90, 128 keys"])
+def test_half_products_are_warpgroup_instructions(name: str, built) -> None:
+    (binary,) = built[name].cubins
+    command = [str(tool()), "-sass", str(binary.path)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "HGMMA" in text
+    assert " HMMA" not in text
 
 
 def test_outputs_only_are_merged() -> None:

@@ -255,7 +255,8 @@ def test_limits() -> None:
             see(f"aten.{name}.Tensor", [x, sample((3,), dtype, 1), sample((5, 1), dtype, 2)])
             see(f"aten.{name}.Tensor", [x, None, sample((3,), dtype, 1)])
         see(f"aten.{name}.default", [specials(), -1.0, 1.0])
-        see(f"aten.{name}.default", [specials(), math.nan, None])
+        if torch.ones(16).clamp(min=math.nan).isnan().all():  # PyTorch 2.11 ignores such a limit
+            see(f"aten.{name}.default", [specials(), math.nan, None])
         see(f"aten.{name}.Tensor", [specials(), specials().flip(0), specials().roll(5)])
     for name in ("clamp_min", "clamp_max"):
         see(f"aten.{name}.default", [specials(), 0.5])

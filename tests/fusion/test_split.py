@@ -3,6 +3,8 @@ and ATen."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,16 +13,16 @@ from tests.fusion.harness import Program, Programs, jobs_of, op, program, value
 from onchip.backends.cpp.compiler import build
 from onchip.backends.cpp.kernel import KernelOptions
 from onchip.backends.cpp.run import region_for
-from onchip.backends.triton.kernel import emit_kernel as triton_kernel
 from onchip.fusion.chunks import cut_fold
 from onchip.fusion.layout import channels_last, contiguous
 from onchip.fusion.machine import Machine
 from onchip.fusion.nest import Nest
 from onchip.fusion.phases import nests_for, phased
 from onchip.fusion.refusal import Refusal, Rule
-from onchip.fusion.staging import stage
+from onchip.fusion.split import split_folds
+from onchip.fusion.staging import Staged, stage
 from onchip.ir.dtype import DType
-from onchip.ir.expr import given, loads, reduces, substitute
+from onchip.ir.expr import Load, Reduce, Tensor, axis, given, loads, reduces, substitute
 from onchip.ops.registry import OPERATORS
 
 PROGRAMS = Programs("-O1")
@@ -262,13 +264,16 @@ def test_a_product_behind_a_fold_is_refused() -> None:
     assert found.rule is Rule.SPLIT_PRODUCT
 
 
-def test_triton_refuses_phases() -> None:
-    x = value((PRIME,))
-    nest = nest_of(program([op("sum", x)]))
-    assert isinstance(nest, Nest)
-    found = triton_kernel(nest, {t: contiguous(t.shape) for t in (x, nest.root.tensor)})
-    assert isinstance(found, Refusal)
-    assert found.rule is Rule.PHASES
+def test_a_lookup_counts_what_it_reads() -> None:
+    """A few losses that are looked up in a large tensor are not worth cutting."""
+    x, t = given((300, 5000), DType.F32), given((300,), DType.I64)
+    a = axis(300)
+    body = Reduce("sum", (a,), Load(x, (a, Load(t, (a,)))))
+    total = Tensor("total_0", (), DType.F32, (), body)
+    s = Staged(total, body, True, (), ())
+    assert len(split_folds((s,), {x: (5000, 1), t: (1,)})) == 1
+    whole = Reduce("sum", (a, b := axis(5000)), Load(x, (a, b)))
+    assert len(split_folds((replace(s, body=whole),), {x: (5000, 1)})) == 2
 
 
 def test_partial_results_have_a_budget() -> None:

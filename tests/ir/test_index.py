@@ -122,6 +122,19 @@ def test_nested_divisions_recombine() -> None:
         assert value(simplify(kept), at) == value(kept, at)
 
 
+def test_a_part_of_a_divisor_leaves_the_division() -> None:
+    """Chunks of 8 walk rows of 16: which row it is depends on the chunk alone."""
+    c, i = axis(6), axis(8)
+    row, place = simplify((c * 8 + i + 1) // 16), simplify((c * 8 + i) % 16)
+    assert structural_key(simplify((c * 8 + i) // 16)) == structural_key(c // 2)
+    assert i in [atom for atom, _ in linear(place).terms]
+    whole = linear(simplify((c * 8 + i) // 16 * 16 + (c * 8 + i) % 16))
+    assert set(whole.terms) == {(c, 8), (i, 1)}
+    for at in points([c, i]):
+        assert value(row, at) == (at[c] * 8 + at[i] + 1) // 16
+        assert value(place, at) == (at[c] * 8 + at[i]) % 16
+
+
 def test_bounds_of_absolute_values() -> None:
     (x,) = (axis(10),)
     assert bounds(call("abs", x - 3)) == (0, 6)

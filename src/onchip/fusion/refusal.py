@@ -39,7 +39,6 @@ class Rule(Enum):
         "a fold of many elements behind a matrix product is not handed out in chunks",
     )
     WORKSPACE = (Family.OVER_BUDGET, "the partial results of a fold take too much memory")
-    PHASES = (Family.UNSUPPORTED, "a Triton kernel has no barrier between its programs")
     MUTATED = (Family.ILLEGAL, "the tensor is overwritten in place between the two")
     NOT_VECTORISABLE = (Family.UNSUPPORTED, "no loop order gives contiguous accesses")
     UNSUPPORTED_DTYPE = (Family.UNSUPPORTED, "the element type has no generated code")

@@ -89,11 +89,16 @@ def split_folds(
     behind: dict[Tensor, int] = {}  # elements that have to be read for one that is not stored
     out: list[Staged] = []
     for s in staged:
-        weight = max((behind.get(ld.src, ld.src.numel) for ld in loads(s.body)), default=1)
+        weight = max((behind.get(ld.src, _elements_read(ld)) for ld in loads(s.body)), default=1)
         large = [r for r in _outermost(s.body) if worth_cutting(r, weight, strides, how)]
         out += _split(s, large, _Cutter(how, strides, inside, weight, again), centres)
         behind[s.tensor] = s.tensor.numel if out[-1].is_output else weight
     return tuple(out)
+
+
+def _elements_read(ld: Load) -> int:
+    """Of a tensor: all of it, or one for each combination of the axes (a lookup)."""
+    return min(ld.src.numel, prod(a.extent for a in mentioned(ld)))
 
 
 def _split(

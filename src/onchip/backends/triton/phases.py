@@ -8,7 +8,9 @@ that the next launch starts as this one did.
 The programs that wait must not keep out the ones that they wait for. Programs start in the order of
 their numbers (as CUB's scans and stream-K products rely on as well), a row's are neighbours, and
 there are at most MOST_SHARING of them, far fewer than any GPU holds at once: so all programs of the
-lowest unfinished row are running or about to start.
+lowest unfinished row are running or about to start. Of several such kernels at a time each can have
+one row that has not started whole; it takes four of them to fill a GPU of 132 multiprocessors, with
+one program on each.
 """
 
 from __future__ import annotations

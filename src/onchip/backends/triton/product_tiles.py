@@ -249,7 +249,9 @@ def _choices(s: Shape, gpu: Gpu) -> Iterator[Choice]:
     fits = False
     for c in _all(s, gpu):
         sums = c.rows * c.columns // (32 * c.warps)
-        if sums > MOST_SUMS or c.registers(s) > MOST_REGISTERS:
+        # from sm_100 on, sums come from tensor memory all at once, beside what becomes of them
+        room = MOST_SUMS if gpu.capability < 100 else MOST_SUMS // 2
+        if sums > room or c.registers(s) > MOST_REGISTERS:
             continue
         if s.rate == SCALAR_RATE and sums * c.depth > MOST_UNROLLED:
             continue

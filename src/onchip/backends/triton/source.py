@@ -71,6 +71,7 @@ class Variant:
 
 def _choices(nest: Nest, o: Options) -> str:
     text = f"tile {'x'.join(map(str, nest.tile))}, {o.lanes} lanes, {o.warps} warps"
+    text += f" of {o.registers} registers" * (o.registers > 0)
     if o.stream:
         return text + f", walked by {o.stream}, {o.stages} stages, {o.precision}"
     text += f", {o.k_block} of K, {o.stages} stages, {o.precision}" * o.product

@@ -50,6 +50,7 @@ POINTERS = {
     DType.F64: "*fp64",
 }
 
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "eq": "==", "ne": "!=", "lt": "<", "le": "<=",
     "gt": ">", "ge": ">=", "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^",
@@ -207,7 +208,9 @@ def call(
     given; coarse: float32 results only go on to a half type
     """
     own = dtype if operand is None else operand
-    args = [typed(a, own) if a == "-0.0" else a for a in args]
+    # Triton 3.6 compares a float64 with a float32 literal
+    wide = own is DType.F64 and fn in _COMPARISONS
+    args = [typed(a, own) if a == "-0.0" or wide else a for a in args]
     if fn == "where":
         if args[0] in ("True", "False"):
             return typed(args[1 if args[0] == "True" else 2], dtype)

@@ -37,6 +37,8 @@ WINDOW_BLOCKS = ((2048, 8), (1024, 4), (2048, 4), (4096, 8), (512, 2))
 ROW_BLOCKS = ((4096, 8), (4096, 4), (4096, 16), (8192, 8), (2048, 8))
 MOST_WARPS = 16
 LEAST_PER_THREAD = 8
+# Elements of a program at least, even where that leaves multiprocessors idle.
+FEW = 512
 # Elements that a fold of neighbours takes in one block; more are folded in a loop over such blocks.
 HELD = 1 << 14
 # Results of one program whose folds lie crosswise: whole lines; a sector of memory at least.
@@ -142,7 +144,7 @@ def _variants_of(
     if any(side_by_side(r, strides) for r in folds if not is_serial(r)):
         choices = _columns(tiles, row, length, gpu)
     else:
-        choices = _rows(tiles, row, length)
+        choices = _rows(tiles, row, length, gpu)
     return [Variant(nest, replace(base, lanes=n, warps=w, fold_block=f)) for n, w, f in choices]
 
 
@@ -172,13 +174,14 @@ def _needed_whole(staged: tuple[Staged, ...], root: Staged) -> list[bool]:
     return result
 
 
-def _rows(tiles: int, row: int, length: int) -> list[tuple[int, int, int]]:
+def _rows(tiles: int, row: int, length: int, gpu: Gpu) -> list[tuple[int, int, int]]:
     """Lanes, warps and elements of a fold's block, for tiles of `row` elements, of which each folds
     `length` that lie side by side."""
     out = []
+    enough = 1 << max((tiles // (2 * gpu.multiprocessors)).bit_length() - 1, 0)
     for block, warps in ROW_BLOCKS:
         wide = max(row, power_of_two(length) if length <= HELD else block)
-        lanes = min(max(block // wide, 1), power_of_two(tiles))
+        lanes = min(max(block // wide, 1), max(enough, FEW // wide), power_of_two(tiles))
         size = lanes * wide
         if size > block:  # one row alone: as many elements a thread
             warps = min(warps * size // block, MOST_WARPS)

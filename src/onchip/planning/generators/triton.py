@@ -159,7 +159,8 @@ class TritonGenerator:
             variant.options,
             comment,
             late,
-            constants=context.constants,
+            "_".join(dict.fromkeys(n.op.strip("_") for n in region.nodes)),
+            context.constants,
         )
         if isinstance(source, Refusal):
             return source
