@@ -6,7 +6,7 @@
 #
 # Every step has a time limit in seconds (STEP_S=120 sets another for all) and prints the last lines
 # of its output; all of it goes to $OUT/log.txt, results as JSON beside it (OUT is /tmp if not set).
-# KERNELS chooses kernels.py's cases. Exit code: how many steps failed.
+# KERNELS chooses kernels.py's cases, CASES (a regular expression) those of a suite. Exit code: how many steps failed.
 set -u -o pipefail
 export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export ONCHIP_CACHE="${ONCHIP_CACHE:-/tmp/onchip-cache}"
@@ -36,12 +36,12 @@ for wanted in "$@"; do
     facts) step facts 60 8 "$python" bench/gpu/facts.py ;;
     launcher) step launcher 120 20 "$python" bench/gpu/launcher_check.py ;;
     planner) step planner 300 40 "$python" bench/gpu/planner_check.py ;;
-    conformance) step conformance 300 12 "$python" -m pytest -m gpu tests/gpu -q -x --tb=short \
+    conformance) step conformance 300 12 "$python" -m pytest -m gpu tests/gpu -q --tb=short \
       -p no:cacheprovider ;;
     kernels) step kernels 400 90 "$python" bench/gpu/kernels.py ${KERNELS:-.} ;;
     sanitize) step sanitize 500 24 bench/gpu/sanitize.sh ;;
     runtime) step runtime 240 30 "$python" bench/gpu/runtime_check.py ;;
-    memory | gpu) step "$wanted" 500 40 "$python" bench/gpu/suite.py "$wanted" ;;
+    memory | gpu) step "$wanted" 500 40 "$python" bench/gpu/suite.py "$wanted" "${CASES:-}" ;;
     *) echo "no step $wanted" >&2; exit 2 ;;
   esac
 done

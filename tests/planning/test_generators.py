@@ -227,7 +227,7 @@ def test_candidates_for_a_gpu_that_is_not_here_are_written():
     for way, c in zip(ways, made, strict=True):
         assert isinstance(c, Candidate), c
         assert (c.precision, c.choice) == (way.options.precision, way.label)
-        assert "def kernel" in c.source.text
+        assert "def linear(" in c.source.text
 
 
 def test_flags_for_precision_are_pytorchs(monkeypatch):

@@ -176,7 +176,7 @@ FUNCTIONS_NUMPY: dict[str, Callable[..., Array]] = {
     "atanh": np.arctanh,
     "erf": special.erf,
     "erfc": special.erfc,
-    "erfinv": special.erfinv,
+    "erfinv": lambda x: np.copysign(special.erfinv(x), x),  # SciPy drops the sign of zero
     "lgamma": lambda x: np.where(np.isinf(x), np.abs(x), special.gammaln(x)),
     "digamma": special.psi,
     "sigmoid": special.expit,

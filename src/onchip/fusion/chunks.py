@@ -195,8 +195,8 @@ def _chunk_count(
     if not side_by_side(r, strides):
         evenly = int(elements * heavy) * results // how.tiles
         size = min(max(evenly, how.elements // 8), how.elements)
-        if how.programs:  # one that is folded twice is held in registers
-            size = how.elements
+        if how.programs:  # what is folded twice is held in registers
+            size = how.elements if again or elements > how.elements else size
             size = size if again else max(size, int(elements * heavy) * results // how.programs)
         return max(int(elements * heavy) // size, 1)
     rows = max(int(how.elements / heavy) // results, how.rows)

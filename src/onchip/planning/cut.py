@@ -18,6 +18,8 @@ DEPTH = 2
 # A cut is tried if it could save this share of the group's time, and of the whole program's, and
 # taken if it saves the last: less is within the noise of measuring.
 LEAST_SHARE, LEAST_OF_PROGRAM, LEAST_GAIN = 0.1, 0.02, 0.03
+# A kernel that takes so many times its floor may do worse than two that each do one thing well.
+FAR_FROM_FLOOR = 2.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +98,13 @@ def _bytes(region: Region, first: frozenset[Node]) -> int:
     return sum(t.nbytes * (1 if t in region.outputs else 2) for t in crossing)
 
 
-def may_gain(verdict: Verdict, operators: int, short_part: bool = False) -> float:
+def may_gain(
+    verdict: Verdict, operators: int, short_part: bool = False, floor_us: float = 0.0
+) -> float:
     """Microseconds that a cut of this group could save at most, as far as is known: what the best
     form takes beyond oneDNN's calls if there are any, else anything if the generated kernel lost;
-    half the time if a part, but not the whole, could have Winograd's form (short_part). 0 if that
-    is too little to try."""
+    half the time if a part, but not the whole, could have Winograd's form (short_part); what it
+    takes beyond its floor (0: not known) if that is far away. 0 if that is too little to try."""
     best = verdict.best_us
     if operators < 2 or best is None:
         return 0.0
@@ -110,4 +114,6 @@ def may_gain(verdict: Verdict, operators: int, short_part: bool = False) -> floa
         gain = 0.0 if verdict.kind == "kernel" else best
     if short_part:
         gain = max(gain, best / 2)
+    if 0 < FAR_FROM_FLOOR * floor_us < best:
+        gain = max(gain, best - floor_us)
     return gain if gain >= LEAST_SHARE * best else 0.0

@@ -276,7 +276,8 @@ class Decider:
             if k in known or c.verdict is None or late:
                 continue
             operators = len(c.unit.region.nodes)
-            gain = may_gain(c.verdict, operators, self._short_part(c)) * counts[k]
+            floor = self.generator.floor_us(c.unit.region)
+            gain = may_gain(c.verdict, operators, self._short_part(c), floor) * counts[k]
             if gain <= 0 or gain < LEAST_OF_PROGRAM * total:
                 continue
             cut = cheapest_cut(c.unit.region, c.onednn, launches)

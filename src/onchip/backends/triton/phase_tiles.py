@@ -29,7 +29,7 @@ def cutting(gpu: Gpu, longest_row: int, chunk: int = CHUNK) -> Cutting:
     return Cutting(
         elements=chunk,
         strands=1,
-        smallest=1 << 16,
+        smallest=1 << 12,
         tiles=4 * gpu.multiprocessors,
         longest=longest_row + 1,
         rows=64,

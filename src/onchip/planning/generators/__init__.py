@@ -89,6 +89,11 @@ class Generator(Protocol):
         """Whether a convolution of the region could do with fewer products in a kernel alone."""
         ...
 
+    def floor_us(self, region: Region) -> float:
+        """Microseconds that moving the region's inputs and results, or its products, take at the
+        data sheet's rates; 0 where that says nothing about its kernels."""
+        ...
+
 
 def generator_for(device: torch.device, settings: Settings) -> Generator:
     """The generator for tensors on `device`. Raises InputError if settings name one that can't

@@ -100,6 +100,9 @@ class CppGenerator:
         staged = stage(region)
         return not isinstance(staged, Refusal) and winograd(staged, constants) is not None
 
+    def floor_us(self, region: Region) -> float:
+        return 0.0
+
     def variants(self, region: Region, context: Context) -> list[Variant] | Refusal:
         staged = stage(region)
         if isinstance(staged, Refusal):

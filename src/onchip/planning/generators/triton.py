@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from onchip.analysis.roofline import DEVICES
+from onchip.analysis.work import flops
 from onchip.backends.triton.build import (
     Built,
     build_all,
@@ -28,6 +30,7 @@ from onchip.fusion.machine import GPUS, Gpu, Machine
 from onchip.fusion.refusal import Refusal
 from onchip.fusion.region import Region
 from onchip.fusion.staging import stage
+from onchip.ir.dtype import DType
 from onchip.ir.expr import Tensor
 from onchip.planning.candidates import Candidate, Context, Strides, comment_of
 from onchip.planning.derive import derived_tensor
@@ -130,6 +133,16 @@ class TritonGenerator:
 
     def has_short_form(self, region: Region, constants: frozenset[Tensor]) -> bool:
         return False
+
+    def floor_us(self, region: Region) -> float:
+        ceilings = DEVICES.get(self.gpu.name)
+        if ceilings is None:
+            return 0.0
+        nbytes = sum(t.nbytes for t in (*region.inputs, *region.outputs))
+        wide = any(t.dtype is DType.F32 for t in region.inputs)
+        rate = ceilings.rate(DType.F32 if wide else DType.BF16, matrix=True, tf32=True)
+        products = sum(map(flops, region.tensors))
+        return max(nbytes / ceilings.copy_gbs, products / rate) / 1e3
 
     def variants(self, region: Region, context: Context) -> list[Variant] | Refusal:
         return self._ways(region, context.strides)
