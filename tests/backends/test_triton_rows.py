@@ -237,6 +237,27 @@ def test_a_long_row_is_read_once_in_one_launch(name) -> None:
         assert len(re.findall(r"tl.load\(in0", source.text)) == 1
 
 
+def test_a_row_of_half_types_stays_packed_in_one_program() -> None:
+    """As stored between two folds: each widens it anew, and it is read from memory once."""
+    v, source = case(softmax((2, 65536), BF16), interpreted=False).ways[0]
+    assert v.options.packed
+    assert not v.options.joined
+    assert v.options.warps == 32
+    assert source.text.count("x0 = again(x0)") == 2
+    assert len(re.findall(r"tl.load\(in0", source.text)) == 1
+    assert not any(
+        w.options.packed for w, _ in case(softmax((2, 65536))).ways if not w.options.joined
+    )
+
+
+def test_a_fold_of_some_thousand_lookups_is_shared() -> None:
+    """Each reads a row of its own: one program would wait for thousands of pages."""
+    _, source = case(cross_entropy(8192, 64)).ways[0]
+    readers = [x for x in source.launches if 0 in x.arguments]
+    assert readers
+    assert all(x.programs >= 8 for x in readers)
+
+
 def test_two_folds_that_depend_on_each_other_have_two_barriers() -> None:
     for _, source in joined(TWO_BARRIERS):
         assert sum(w.zeroed for w in source.workspace) == 2

@@ -279,12 +279,15 @@ def test_what_a_cut_may_gain():
     # the kernel wins, but its convolution alone could do with fewer products
     assert may_gain(won, 3, short_part=True) == 4.0
     assert may_gain(won, 1, short_part=True) == 0.0
+    # far from what its bytes and products take (3.2 times), not far (2 times)
+    assert may_gain(won, 3, floor_us=2.5) == 5.5
+    assert may_gain(won, 3, floor_us=4.0) == may_gain(won, 1, floor_us=2.5) == 0.0
 
 
 def test_a_pool_that_keeps_a_convolution_from_its_short_form_may_be_cut_off(monkeypatch, tmp_path):
     """Winograd's form computes two by two results, tiles of an overlapping pool begin anywhere."""
     asked = []
-    monkeypatch.setattr(decide, "may_gain", lambda *a: asked.append(a[-1]) or 0.0)
+    monkeypatch.setattr(decide, "may_gain", lambda *a: asked.append(a[2]) or 0.0)
 
     def all_products(region, candidates, *_):
         return Verdict("kernel", next(i for i, c in candidates.items() if not c.fewer_products))

@@ -108,7 +108,7 @@ def worth_cutting(
     elements, results = fold_elements(r), prod(a.extent for a in kept_axes(r))
     if r.monoid in ("any", "all") and r.body.dtype is not DType.BOOL:
         return False
-    if elements < 2 or max(elements * results, weight) < how.smallest:
+    if elements < 2 or not results or max(elements * results, weight) < how.smallest:
         return False
     heavy = max(weight / (elements * results), 1.0)
     tiles = -(-results // how.columns) if side_by_side(r, strides) else results
