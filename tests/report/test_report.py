@@ -9,7 +9,7 @@ from onchip.report import KernelRow, Report, Totals, schema
 
 from .samples import bare, full
 
-CONTRACT = {  # shared/DESIGN.md, "What a user sees"; `launch`, `notes` and `cuda_graph` were added
+CONTRACT = {  # what docs/json.md promises
     "": "model device dtype versions unfused fused baselines bound_us speedup numerics plan "
     "compile kernels decisions launch notes cuda_graph",
     "unfused": "launches accesses dram_bytes flops intensity latency_us",

@@ -41,7 +41,7 @@ class Cutting:
                stream of loads alone does not keep the memory busy (measured on 2 cores, in 4 KiB
                pages: 14.7 GB/s with one, 16.3 with two, 18.8 with four; in 2 MiB pages 23.5, 28.2,
                31.2); folds shorter than `shortest_strands` have none
-    smallest   less than this is done before the threads are awake
+    smallest   less than this is done before the threads are awake, or in one program's time
     tiles      with this many tiles without a cut there is work for every thread...
     longest    ...but a fold longer than this leaves the cache between two passes over it
     rows       where results lie side by side: of a chunk at least,

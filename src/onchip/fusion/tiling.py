@@ -233,7 +233,7 @@ def whole_axes(staged: tuple[Staged, ...], root: Staged) -> list[bool]:
     nest = build_nest(staged, root, unit)
     if isinstance(nest, Refusal):
         # an output is shared between tiles somewhere: cut only what every output depends on
-        return _axes_missing_in_outputs(staged, root)
+        return axes_missing_in_outputs(staged, root)
     whole = [False] * len(root.loops)
     for st in nest.stages:
         if st.staged is root:
@@ -245,7 +245,8 @@ def whole_axes(staged: tuple[Staged, ...], root: Staged) -> list[bool]:
     return whole
 
 
-def _axes_missing_in_outputs(staged: tuple[Staged, ...], root: Staged) -> list[bool]:
+def axes_missing_in_outputs(staged: tuple[Staged, ...], root: Staged) -> list[bool]:
+    """Axes that can't be cut into single elements: tiles would share another result."""
     result = []
     for d, a in enumerate(root.loops):
         tile = tuple(1 if n == d else max(b.extent, 1) for n, b in enumerate(root.loops))

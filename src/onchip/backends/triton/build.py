@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from onchip.backends.cpp.compiler import cache_folder
 from onchip.backends.triton import pool
-from onchip.backends.triton.resources import Resources, over_budget
+from onchip.backends.triton.resources import MOST_SECONDS, Resources, over_budget
 from onchip.backends.triton.source import Launch, TritonSource
 from onchip.errors import CacheError, CompilerError
 from onchip.fusion.machine import Gpu
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from onchip.backends.triton.launcher import Launcher
 
 _FORM = 1  # of a cache entry
-LIMIT_S = 60.0  # of processor time, for compiling one function
+LIMIT_S = MOST_SECONDS  # of processor time, for compiling one function
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,8 @@ class Built:
     def launcher(self, device: int | None = None) -> Launcher:
         """What runs it on a GPU of this machine (`device`: its index, the current one if None),
         loaded when it is first asked for. DeviceError if the driver can't load it."""
+        if device is not None and (known := self._launchers.get(device)) is not None:
+            return known
         from onchip.backends.triton.launcher import Launcher, current_device
 
         device = current_device() if device is None else device
@@ -179,7 +181,6 @@ def _job(source: TritonSource, launch: Launch, path: Path, capability: int) -> p
         "pointers": [source.pointers[i] for i in launch.arguments],
         "warps": launch.warps,
         "stages": launch.stages,
-        "registers": launch.registers,
         "capability": capability,
     }
 

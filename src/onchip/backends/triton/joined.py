@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 
 from onchip.backends.triton.phase_tiles import cutting
 from onchip.backends.triton.phases import MOST_SHARING
@@ -27,10 +28,9 @@ from onchip.ir.index import linear, simplify, structural_key
 
 Strides = tuple[int, ...]
 
-# Elements of a chunk, the warps of its program (32 or 64 elements a thread), and the registers that
-# let a multiprocessor hold as many threads as it can: a program waits longer for memory and for the
-# others than it computes, so what counts is how many bytes all of them have asked for.
-SHAPES = ((8192, 8, 0), (16384, 16, 0), (16384, 8, 0), (8192, 4, 0), (4096, 4, 0))
+# Elements of a chunk, and the warps of its program: 32 or 64 elements a thread. (Fewer registers a
+# thread, for more programs side by side, were measured slower.)
+SHAPES = ((8192, 8), (16384, 16), (16384, 8), (8192, 4), (4096, 4))
 
 
 def joined_variants(
@@ -40,12 +40,10 @@ def joined_variants(
     result is something else than a function of rows. row: elements of the longest row that a
     program holds."""
     out: list[Variant] = []
-    for size, warps, registers in SHAPES:
+    for size, warps in SHAPES:
         nest = _joined(staged, strides, gpu, row, size)
         if nest is not None:
-            options = replace(
-                base, warps=warps, registers=registers, fold_block=1 << 15, joined=True, packed=True
-            )
+            options = replace(base, warps=warps, fold_block=row, joined=True, packed=True)
             out.append(Variant(nest, options))
     return out
 
@@ -64,9 +62,7 @@ def _joined(
         return None
     chunks, *_ = partials[0].tensor.shape
     inside = _inside(partials[0])
-    elements = 1
-    for a in whole:
-        elements *= a.extent
+    elements = prod(a.extent for a in whole)
     if chunks > MOST_SHARING or chunks * inside != elements:
         return None
     root = _in_chunks(ends[0], folds[0], whole, (chunks, inside), strides)
@@ -167,8 +163,8 @@ def _barriers(s: Staged, stages: list[Staged], partials: list[Staged]) -> int:
     for ld in loads(s.body):
         if ld.src in by_name and ld.src is not s.tensor:
             beside = s.tensor in own and ld.src in own
-            most = max(most, _barriers(by_name[ld.src], stages, partials))
-            most = max(most, most + (ld.src in own and not beside))
+            here = ld.src in own and not beside
+            most = max(most, _barriers(by_name[ld.src], stages, partials) + here)
     return most
 
 
@@ -187,7 +183,9 @@ def _of_own_rows(
 
 def _reads_the_same(partial: Staged, root: Staged) -> bool:
     """A partial result folds the very elements that the root's tile of the same number reads."""
-    (fold,) = reduces(partial.body)
+    fold, *more = reduces(partial.body)
+    if more:
+        return False
     new: dict[Axis, Expr] = dict(zip((*partial.loops, *fold.axes), root.loops, strict=True))
     body = substitute_simplified(fold.body, new)
     theirs = {structural_key(ld) for ld in loads(root.body)}

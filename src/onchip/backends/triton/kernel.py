@@ -325,7 +325,7 @@ def _assemble(
         head = ["@triton.jit", f"def {own}(", *(f"    {text}" for text in arguments.values()), "):"]
         parts.append("\n".join([*head, *(f"    {line}" for line in w.levels[0].lines)]))
         o = w.options
-        launches.append(Launch(own, programs, tuple(arguments), o.warps, o.stages, o.registers))
+        launches.append(Launch(own, programs, tuple(arguments), o.warps, o.stages))
     return "\n\n\n".join(parts) + "\n", tuple(launches)
 
 

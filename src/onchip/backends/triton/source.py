@@ -17,8 +17,6 @@ class Options:
     lanes       consecutive tiles of the nest that one program computes side by side, as one
                 dimension of its blocks
     warps       per program; stages: of software pipelining, in loops over K
-    registers   of a thread at most (0: as many as the compiler likes): fewer let more programs
-                run side by side
     k_block     elements of K that one step of a product takes
     fold_block  elements of a block beyond which a fold walks its axes in a loop
     precision   of float32 products: "ieee", "tf32x3" (three TF32 products) or "tf32"
@@ -35,7 +33,6 @@ class Options:
     lanes: int = 1
     warps: int = 4
     stages: int = 3
-    registers: int = 0
     k_block: int = 32
     fold_block: int = 1 << 14
     precision: str = "ieee"
@@ -71,7 +68,8 @@ class Variant:
 
 def _choices(nest: Nest, o: Options) -> str:
     text = f"tile {'x'.join(map(str, nest.tile))}, {o.lanes} lanes, {o.warps} warps"
-    text += f" of {o.registers} registers" * (o.registers > 0)
+    text += ", packed" * o.packed
+    text += f", folds by {o.fold_block}" * (o.fold_block != Options().fold_block and not o.joined)
     if o.stream:
         return text + f", walked by {o.stream}, {o.stages} stages, {o.precision}"
     text += f", {o.k_block} of K, {o.stages} stages, {o.precision}" * o.product
@@ -81,14 +79,13 @@ def _choices(nest: Nest, o: Options) -> str:
 @dataclass(frozen=True, slots=True)
 class Launch:
     """One function of the text: its name, the number of programs (a one-dimensional grid), which
-    of the kernel's pointers it takes, and its warps, pipeline stages and most registers."""
+    of the kernel's pointers it takes, and its warps and pipeline stages."""
 
     name: str
     programs: int
     arguments: tuple[int, ...]
     warps: int = 4
     stages: int = 3
-    registers: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,6 @@ from pathlib import Path
 
 from onchip.ir.dtype import BY_LABEL, DType
 from onchip.ir.expr import Number
-from onchip.ir.functions import FUNCTIONS
 
 TYPES = {
     DType.BOOL: "tl.int1",
@@ -189,10 +188,6 @@ def typed(text: str, dtype: DType) -> str:
     if text == "-0.0":
         return f"(tl.full((), 0.0, {TYPES[dtype.compute]}) * -1.0)"
     return f"tl.full((), {text}, {TYPES[dtype.compute]})"
-
-
-def spells(fn: str) -> bool:
-    return fn in FUNCTIONS
 
 
 def call(

@@ -24,13 +24,13 @@ from onchip.fusion.machine import Gpu
 from onchip.fusion.nest import build_nest
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.fusion.staging import Staged
-from onchip.fusion.tiling import coalesce, in_layout_order, roots
+from onchip.fusion.tiling import axes_missing_in_outputs, coalesce, in_layout_order, roots
 from onchip.ir.expr import Axis, Tensor, loads, reduces
 from onchip.ir.index import linear, stride_along
 
 Strides = tuple[int, ...]
 
-# Elements of one program's block, and its warps: 16 or 32 elements a thread, so that several
+# Elements of one program's block, and its warps: 8 to 32 elements a thread, so that several
 # 16-byte accesses are in flight, and there are registers for several values an element.
 POINTWISE_BLOCKS = ((4096, 8), (2048, 4), (8192, 8), (4096, 16), (1024, 4), (512, 2))
 WINDOW_BLOCKS = ((2048, 8), (1024, 4), (2048, 4), (4096, 8), (512, 2))
@@ -47,7 +47,8 @@ SECTOR = 16
 # The shortest part of an axis that is a dimension of its own, and how much of it may be empty.
 SHORTEST_RUN = 32
 MOST_EMPTY = 1.15
-# A row is held in registers whole up to this many elements: 64 a thread of 16 warps.
+# A row is held in registers whole up to this many elements, 64 a thread of 16 warps; packed, twice
+# as many by twice the warps.
 LONGEST_ROW = 1 << 15
 # Side of a tile that transposes.
 SQUARE = 64
@@ -80,14 +81,15 @@ def variants(
 def _packed(
     staged: tuple[Staged, ...], strides: dict[Tensor, Strides], gpu: Gpu, base: Options
 ) -> list[Variant]:
-    """A row of up to twice LONGEST_ROW in the registers of one program, if all rows are of half
-    types: they stay as stored between two folds."""
+    """A row of up to twice LONGEST_ROW in the registers of one program, if all that is read is of
+    half types: it stays as stored between two folds."""
     made = {s.tensor for s in staged}
     read = {ld.src for s in staged for ld in s.loads if ld.src not in made}
     if any(t.dtype not in HALF for t in read):
         return []
-    found = _single(staged, strides, gpu, replace(base, packed=True))
-    return found if isinstance(found, list) else []
+    base = replace(base, packed=True)
+    ways = (_variants_of(staged, root, strides, gpu, base) for root in roots(staged))
+    return next((found for found in ways if not isinstance(found, Refusal)), [])
 
 
 def _single(
@@ -153,7 +155,7 @@ def whole_axes(staged: tuple[Staged, ...], root: Staged) -> list[bool]:
     unit = tuple(1 for _ in root.loops)
     nest = build_nest(staged, root, unit)
     if isinstance(nest, Refusal):
-        return _needed_whole(staged, root)
+        return axes_missing_in_outputs(staged, root)
     whole = [False] * len(root.loops)
     for st in nest.stages:
         if st.staged is root or not reduces(st.staged.body):
@@ -163,15 +165,6 @@ def whole_axes(staged: tuple[Staged, ...], root: Staged) -> list[bool]:
             if o not in seen and root.loops[d].extent > 1:
                 whole[d] = True
     return whole
-
-
-def _needed_whole(staged: tuple[Staged, ...], root: Staged) -> list[bool]:
-    """Axes that can't be cut into single elements: tiles would share another result."""
-    result = []
-    for d, a in enumerate(root.loops):
-        tile = tuple(1 if n == d else max(b.extent, 1) for n, b in enumerate(root.loops))
-        result.append(a.extent > 1 and isinstance(build_nest(staged, root, tile), Refusal))
-    return result
 
 
 def _rows(tiles: int, row: int, length: int, gpu: Gpu) -> list[tuple[int, int, int]]:

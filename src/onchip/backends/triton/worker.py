@@ -48,8 +48,6 @@ def compile_kernel(job: dict[str, Any]) -> dict[str, Any]:
     signature = dict(zip(function.arg_names, job["pointers"], strict=True))
     aligned = {(n,): [["tt.divisibility", 16]] for n in range(len(signature))}
     options = {"num_warps": job["warps"], "num_stages": job["stages"], **OPTIONS}
-    if job["registers"]:
-        options["maxnreg"] = job["registers"]
     made: Any = triton.compile(
         ASTSource(function, signature, attrs=aligned),
         target=GPUTarget("cuda", job["capability"], 32),

@@ -28,8 +28,8 @@ Range = tuple[object, int]  # what an axis covers: (structural key of the origin
 Place = tuple[Axis, int, int]  # the origin of a tile along an axis: its name, step, and count
 
 # Triton itself ends at 2**20 elements; far below that a block no longer fits the registers.
-LOG2_E = 1.4426950408889634
 BLOCK_LIMIT = 2**16
+LOG2_E = 1.4426950408889634
 
 
 class CannotExpress(Exception):
