@@ -9,7 +9,10 @@ from tests.modules import Fn, interpret, targets
 from torch import nn
 
 from onchip.capture import Templates, capture
+from onchip.capture import names as capture_module
+from onchip.capture.export import user_frame
 from onchip.errors import CaptureError, InternalError
+from onchip.models import crepe
 from onchip.ops.registry import OPERATORS
 
 
@@ -34,6 +37,15 @@ def test_composite_operators_stay_whole_and_names_are_module_paths():
     assert names["sub"].origin.file == __file__
     assert names["sub"].origin.line > 0
     assert len(names) == len(c.graph.nodes)
+
+
+def test_a_users_folder_may_have_any_name():
+    """One that is called like a package is still the user's; the packages themselves are not."""
+    own, inner = "/home/a/onchip/torch/net.py", torch.nn.modules.linear.__file__
+    frames = [("/home/a/onchip/run.py", 1), (own, 7), (inner, 9), (capture_module.__file__, 3)]
+    assert user_frame(frames) == (own, 7)
+    assert user_frame([(crepe.__file__, 5), (inner, 9)]) == (crepe.__file__, 5)
+    assert user_frame([(inner, 9), ("<string>", 2)]) is None
 
 
 def test_graph_equals_eager():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -203,9 +205,18 @@ def _explain(error: Exception) -> str:
     return f"this model can't be captured{where}: {type(root).__name__}: {text}; {advice}"
 
 
-_NOT_USER = re.compile(r"/(torch|onchip)/(?!.*models/)|<frozen|<string>|/contextlib\.py")
+_NO_FILE = re.compile(r"<frozen|<string>|/contextlib\.py")
+_OWN = Path(__file__).parents[1]
+_PACKAGES = (str(_OWN) + os.sep, str(Path(torch.__file__).parent) + os.sep)
+_MODELS = str(_OWN / "models") + os.sep
 
 
 def user_frame(frames: list[tuple[str, int]]) -> tuple[str, int] | None:
-    """The innermost (file, line) that is neither PyTorch's nor ours."""
-    return next((f for f in reversed(frames) if not _NOT_USER.search(f[0])), None)
+    """The innermost (file, line) that is neither PyTorch's nor ours (our models are like a
+    user's), wherever the user's project lies."""
+
+    def is_user(file: str) -> bool:
+        ours = file.startswith(_PACKAGES) and not file.startswith(_MODELS)
+        return not ours and not _NO_FILE.search(file)
+
+    return next((f for f in reversed(frames) if is_user(f[0])), None)
