@@ -80,8 +80,8 @@ class DeviceClock:
     def _between_events(self, function: Function) -> Timed:
         def timed() -> float:
             with torch.cuda.device(self.device):
-                # read, since lines that were written would have to leave the cache while the function
-                # runs; taken anew each time: kept, it would be memory that the program can't have
+                # read, since lines that were written would leave the cache while the function runs;
+                # taken anew each time: kept, it would be memory that the program can't have
                 torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=self.device).sum()
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 start.record()
