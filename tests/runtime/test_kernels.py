@@ -13,7 +13,7 @@ from torch import nn
 
 from onchip.backends.triton.source import Workspace
 from onchip.planning.plan import Derived, KernelStep, LibraryStep, Plan
-from onchip.runtime.arena import aligned
+from onchip.planning.values import aligned
 from onchip.runtime.executable import write
 
 from .library import compile_library

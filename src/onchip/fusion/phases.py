@@ -10,8 +10,10 @@ partial statistics | their combination, by one thread | the normalised tensor.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
+from typing import TypeVar
 
 from onchip.fusion.chunks import CPU, Cutting
 from onchip.fusion.contraction import as_contraction
@@ -26,6 +28,7 @@ from onchip.ir.expr import Axis, Expr, Load, Tensor, loads, reduces, substitute
 from onchip.ir.index import structural_key
 
 Strides = tuple[int, ...]
+T = TypeVar("T")
 
 # What the phases of one kernel hand on to each other, in bytes: it should stay in the caches.
 WORKSPACE_BUDGET = 8 << 20
@@ -171,16 +174,22 @@ def _folded_twice(groups: list[tuple[Staged, ...]]) -> set[Tensor]:
 def _nests_of(
     group: tuple[Staged, ...], strides: dict[Tensor, Strides], machine: Machine
 ) -> list[Nest] | Refusal:
-    """One nest for all that a phase stores; where they have no tile in common, one for each."""
-    nest = _nest_of(group, strides, machine)
-    if isinstance(nest, Nest):
-        return [nest]
+    return together_or_each(group, lambda g: _nest_of(g, strides, machine))
+
+
+def together_or_each(
+    group: tuple[Staged, ...], make: Callable[[tuple[Staged, ...]], T | Refusal]
+) -> list[T] | Refusal:
+    """What `make` gives for all that a phase stores, or, with no tile in common, for each."""
+    found = make(group)
+    if not isinstance(found, Refusal):
+        return [found]
     stored = [s for s in group if s.is_output]
     if len(stored) == 1:
-        return nest
-    out: list[Nest] = []
+        return found
+    out: list[T] = []
     for s in stored:
-        one = _nest_of(with_scratch([s], group), strides, machine)
+        one = make(with_scratch([s], group))
         if isinstance(one, Refusal):
             return one
         out.append(one)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import ceil, prod
+from typing import TypeVar
 
 from onchip.fusion.chunks import COLUMNS, fold_elements, side_by_side
 from onchip.fusion.inline import substitute_simplified
@@ -18,6 +20,7 @@ from onchip.ir.expr import Axis, Call, Const, Expr, Tensor, axis, loads, reduces
 from onchip.ir.index import linear, simplify, used_as_value
 
 Strides = tuple[int, ...]
+T = TypeVar("T")
 
 # One tile's intermediates should stay in a core's second-level cache.
 SCRATCH_BUDGET = 768 * 1024
@@ -34,9 +37,14 @@ def single_nests(
 ) -> list[Nest] | Refusal:
     """Ways to run a region as one nest, best guess first; a Refusal names what none of the tiles
     satisfies."""
+    return of_first_root(staged, lambda root: _nests_of_root(staged, root, strides, machine))
+
+
+def of_first_root(staged: tuple[Staged, ...], make: Callable[[Staged], T | Refusal]) -> T | Refusal:
+    """What `make` gives for the first result that can be a root, or the first one's refusal."""
     first: Refusal | None = None
     for root in roots(staged):
-        found = _nests_of_root(staged, root, strides, machine)
+        found = make(root)
         if not isinstance(found, Refusal):
             return found
         first = first or found

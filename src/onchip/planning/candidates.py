@@ -11,7 +11,8 @@ import torch
 from onchip.backends.triton.source import Workspace
 from onchip.fusion.region import Region
 from onchip.ir.expr import Tensor
-from onchip.planning.plan import GPU_POINTER, Derived, Kernel
+from onchip.planning.plan import Derived, Kernel
+from onchip.planning.values import aligned
 
 Strides = tuple[int, ...]
 
@@ -116,7 +117,8 @@ def runner(
     workspace: Sequence[torch.Tensor] = (),
 ) -> Callable[[], int]:
     """A closure that runs the kernel on these tensors once, and returns its status."""
-    tensors = [_aligned(value(t)) for t in candidate.inputs]
+    given = [value(t) for t in candidate.inputs]
+    tensors = [aligned(x) if x.is_cuda else x for x in given]
     tensors += [*derived, *outputs, *workspace]
     pointers = [x.data_ptr() for x in tensors]
 
@@ -124,10 +126,3 @@ def runner(
         return kernel.run(pointers)
 
     return run
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """The tensor; on a GPU, a copy where its first element lies askew, as the program makes one."""
-    if not x.is_cuda or not x.data_ptr() % GPU_POINTER:
-        return x
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)

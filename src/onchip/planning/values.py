@@ -12,6 +12,7 @@ from onchip.backends.library import aten
 from onchip.capture.captured import Captured
 from onchip.capture.observe import clone_storage
 from onchip.ir.expr import Tensor
+from onchip.planning.plan import GPU_POINTER
 
 Strides = tuple[int, ...]
 
@@ -51,6 +52,13 @@ def in_layout(x: torch.Tensor, strides: Strides | None) -> torch.Tensor:
         return x
     out = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
     return out.copy_(x)
+
+
+def aligned(t: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy with the same strides where a GPU's kernels can't take its address."""
+    if not t.data_ptr() % GPU_POINTER:
+        return t
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
 
 
 def same_strides(x: torch.Tensor, strides: Strides) -> bool:

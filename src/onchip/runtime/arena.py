@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from onchip.planning.plan import GPU_POINTER as GPU_POINTER
-
 ALIGNMENT = 64
 GPU_ALIGNMENT = 512  # what PyTorch's allocator gives on a GPU
 HUGE_PAGE = 2 << 20
@@ -30,13 +28,6 @@ class Buffer:
 def alignment(device: torch.device) -> int:
     """Bytes that the start of every buffer on a device is a multiple of."""
     return GPU_ALIGNMENT if device.type == "cuda" else ALIGNMENT
-
-
-def aligned(t: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy with the same strides where a GPU's kernels can't take its address."""
-    if not t.data_ptr() % GPU_POINTER:
-        return t
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
 
 
 def plan_offsets(buffers: list[Buffer], step: int = ALIGNMENT) -> tuple[list[int], int]:

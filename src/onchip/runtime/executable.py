@@ -12,15 +12,14 @@ from onchip.capture import schema
 from onchip.capture.captured import Captured, Result
 from onchip.fusion.layout import captured_strides, contiguous
 from onchip.ir.expr import Tensor
-from onchip.planning.plan import CallStep, Derived, KernelStep, LibraryStep, Plan
+from onchip.planning.plan import GPU_POINTER, CallStep, Derived, KernelStep, LibraryStep, Plan
+from onchip.planning.values import aligned
 from onchip.runtime.aliasing import Memory, analyse
 from onchip.runtime.arena import (
-    GPU_POINTER,
     ArenaPool,
     Buffer,
     OutputPool,
     View,
-    aligned,
     alignment,
     plan_offsets,
     rounded,

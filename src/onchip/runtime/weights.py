@@ -13,8 +13,8 @@ import torch
 
 from onchip.capture.captured import Prepare, Slot
 from onchip.ir.expr import Tensor
-from onchip.planning.plan import Derived
-from onchip.runtime.arena import GPU_POINTER, aligned
+from onchip.planning.plan import GPU_POINTER, Derived
+from onchip.planning.values import aligned
 from onchip.runtime.fingerprint import Fingerprint
 
 

@@ -10,7 +10,7 @@ from onchip.backends.triton.source import Options, Variant
 from onchip.fusion.chunks import Cutting
 from onchip.fusion.inline import inline
 from onchip.fusion.machine import Gpu
-from onchip.fusion.phases import handed_on_strides, phase_groups, with_scratch
+from onchip.fusion.phases import handed_on_strides, phase_groups, together_or_each
 from onchip.fusion.refusal import Refusal
 from onchip.fusion.staging import Staged
 from onchip.ir.expr import Expr, Tensor, reduces
@@ -55,7 +55,7 @@ def phased_variants(
     strides = strides | handed_on_strides(groups)
     phases: list[list[Variant]] = []
     for group in groups:
-        found = _ways_of(group, strides, ways)
+        found = together_or_each(group, lambda g: ways(g, strides))
         if isinstance(found, Refusal):
             return found
         phases += found
@@ -75,26 +75,6 @@ def without_values_on_the_way(staged: tuple[Staged, ...]) -> tuple[Staged, ...]:
         else:
             bodies[s.tensor] = body
     return tuple(out)
-
-
-def _ways_of(
-    group: tuple[Staged, ...], strides: dict[Tensor, Strides], ways: Ways
-) -> list[list[Variant]] | Refusal:
-    """Variants of one nest for all that a phase stores; where they have no tile in common, of one
-    nest for each."""
-    found = ways(group, strides)
-    if not isinstance(found, Refusal):
-        return [found]
-    stored = [s for s in group if s.is_output]
-    if len(stored) == 1:
-        return found
-    out: list[list[Variant]] = []
-    for s in stored:
-        one = ways(with_scratch([s], group), strides)
-        if isinstance(one, Refusal):
-            return one
-        out.append(one)
-    return out
 
 
 def in_turn(phases: list[Variant]) -> Variant:

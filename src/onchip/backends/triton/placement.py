@@ -174,22 +174,32 @@ def sides(nest: Nest) -> dict[Axis, str]:
     return out
 
 
+def contractions(kept: list[Kept]) -> list[tuple[Kept, Contraction]]:
+    """The products of the kept stages, over their loops and the windows around them."""
+    out = []
+    for k in kept:
+        inner = {a for r in reduces(k.body) for a in r.axes}
+        ranges = axis_ranges(k)
+        for r in reduces(k.body):
+            free = tuple({**ranges, **dict.fromkeys(inner - set(r.axes))})
+            c = as_contraction(r, free)
+            if c is not None:
+                out.append((k, c))
+    return out
+
+
 def columns_and_widths(kept: list[Kept], lanes: int) -> tuple[set[Range], dict[Range, int]]:
     """Ranges that are columns of a product; and the blocks' widths where they are not simply the
     next power of two: rows and columns of a product have a smallest number."""
     columns: set[Range] = set()
     widths: dict[Range, int] = {}
-    for k in kept:
+    for k, c in contractions(kept):
         ranges = axis_ranges(k)
         inner = {a for r in reduces(k.body) for a in r.axes}
-        for r in reduces(k.body):
-            c = as_contraction(r, tuple({**ranges, **dict.fromkeys(inner - set(r.axes))}))
-            if c is None:
-                continue
-            columns |= {ranges[a] for a in c.n_axes if a in ranges and a not in inner}
-            for side in (c.n_axes, c.m_axes):
-                if side is c.n_axes or lanes == 1:
-                    _widen([ranges[a] for a in side if a in ranges], widths)
+        columns |= {ranges[a] for a in c.n_axes if a in ranges and a not in inner}
+        for side in (c.n_axes, c.m_axes):
+            if side is c.n_axes or lanes == 1:
+                _widen([ranges[a] for a in side if a in ranges], widths)
     return columns, widths
 
 

@@ -12,10 +12,15 @@ from dataclasses import dataclass, replace
 from math import ceil, prod
 
 from onchip.backends.triton import steps
-from onchip.backends.triton.placement import SMALLEST_DOT, Kept, axis_ranges, is_serial, sides
+from onchip.backends.triton.placement import (
+    SMALLEST_DOT,
+    Kept,
+    contractions,
+    is_serial,
+    sides,
+)
 from onchip.backends.triton.source import Options, Variant
 from onchip.backends.triton.writer import power_of_two
-from onchip.fusion.contraction import Contraction, as_contraction
 from onchip.fusion.machine import Gpu
 from onchip.fusion.nest import Nest, build_nest
 from onchip.fusion.refusal import Refusal
@@ -155,20 +160,6 @@ def by_dot(kept: list[Kept]) -> bool:
         and prod(a.extent for a in c.n_axes) > 1
         for _, c in found
     )
-
-
-def contractions(kept: list[Kept]) -> list[tuple[Kept, Contraction]]:
-    """The products of the kept stages, over their loops and the windows around them."""
-    out = []
-    for k in kept:
-        inner = {a for r in reduces(k.body) for a in r.axes}
-        ranges = axis_ranges(k)
-        for r in reduces(k.body):
-            free = tuple({**ranges, **dict.fromkeys(inner - set(r.axes))})
-            c = as_contraction(r, free)
-            if c is not None:
-                out.append((k, c))
-    return out
 
 
 def laid_out(

@@ -24,7 +24,7 @@ from onchip.fusion.machine import Gpu
 from onchip.fusion.nest import build_nest
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.fusion.staging import Staged
-from onchip.fusion.tiling import axes_missing_in_outputs, coalesce, in_layout_order, roots
+from onchip.fusion.tiling import axes_missing_in_outputs, coalesce, in_layout_order, of_first_root
 from onchip.ir.expr import Axis, Tensor, loads, reduces
 from onchip.ir.index import linear, stride_along
 
@@ -88,23 +88,20 @@ def _packed(
     if any(t.dtype not in HALF for t in read):
         return []
     base = replace(base, packed=True)
-    ways = (_variants_of(staged, root, strides, gpu, base) for root in roots(staged))
-    return next((found for found in ways if not isinstance(found, Refusal)), [])
+    found = of_first_root(staged, lambda root: _variants_of(staged, root, strides, gpu, base))
+    return [] if isinstance(found, Refusal) else found
 
 
 def _single(
     staged: tuple[Staged, ...], strides: dict[Tensor, Strides], gpu: Gpu, base: Options
 ) -> list[Variant] | Refusal:
     """Variants of one nest, of the first result that can be its root."""
-    first: Refusal | None = None
-    for root in roots(staged):
+
+    def of_root(root: Staged) -> list[Variant] | Refusal:
         found = _variants_of(staged, root, strides, gpu, base)
-        found = with_walks(found, staged, root, strides, gpu, base)
-        if not isinstance(found, Refusal):
-            return found
-        first = first or found
-    assert first is not None, "a region has an output"
-    return first
+        return with_walks(found, staged, root, strides, gpu, base)
+
+    return of_first_root(staged, of_root)
 
 
 def _variants_of(
