@@ -59,10 +59,6 @@ class Traffic:
         return sum(n for _, n in (*self.reads, *self.writes, *self.parameters))
 
     @property
-    def on_chip_bytes(self) -> int:
-        return sum(n for _, n in self.on_chip)
-
-    @property
     def totals(self) -> Totals:
         """Without a latency: nothing was run."""
         return Totals(self.launches, self.accesses, self.dram_bytes, self.flops)
@@ -133,9 +129,6 @@ class Ledger:
         while (node := self.producer.get(chain[-1])) is not None and self._free[node]:
             chain.append(node.inputs[0])
         return chain
-
-    def is_parameter(self, tensor: Tensor) -> bool:
-        return self.stored(tensor) in self.graph.constants
 
     def kernel(self, nodes: Iterable[Node]) -> Traffic:
         """Traffic of `nodes` run as one kernel. What others, or the caller, read is written."""

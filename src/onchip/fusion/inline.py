@@ -70,22 +70,6 @@ def clamped(i: Expr, n: int) -> Expr:
     return i
 
 
-def _same_bounds(t: Tensor, index: tuple[Expr, ...], pad: object) -> bool:
-    """`t` only renames the axes of what it loads: outside of `t` is outside of that, too, so that
-    the padding can move to the inner load."""
-    load = t.body
-    if not isinstance(load, Load) or load.pad not in (None, pad):
-        return False
-    held = {i: n for i, n in zip(load.index, load.src.shape, strict=True) if isinstance(i, Axis)}
-    others = [i for i in load.index if not isinstance(i, (Axis, Const))]
-    if others or any(a.extent != n for a, n in held.items()):
-        return False
-    return all(
-        a in held or in_bounds((i,), (a.extent,)) is None
-        for a, i in zip(t.axes, index, strict=True)
-    )
-
-
 def without_unit_axes(e: Expr) -> Expr:
     """Reduction axes of extent one are replaced by their only value."""
 

@@ -86,7 +86,6 @@ class Weights:
         self.lock = threading.Lock()
         self.calls = itertools.count()
         self.layouts = {t: _layout(s.fetch()) for t, s in slots.items()}
-        self.parameters = [s for s in slots.values() if s.kind == "parameter"]
         self.snapshot = self._compute(None)
 
     def current(self) -> Snapshot:
@@ -104,9 +103,6 @@ class Weights:
         """Recompute every derived value."""
         with self.lock:
             self.snapshot = self._compute(None)
-
-    def require_grad(self) -> bool:
-        return any(s.fetch().requires_grad for s in self.parameters)
 
     def _update(self) -> Snapshot:
         with self.lock:
