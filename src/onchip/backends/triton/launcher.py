@@ -6,11 +6,12 @@ graph can record it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,53 @@ from onchip.errors import CompilerError, DeviceError
 _INVALID_CONTEXT = 201
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _REGISTERS = 4  # CU_FUNC_ATTRIBUTE_NUM_REGS
+_WIDE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_DEPENDENT = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _FREE_SHARED = 48 << 10  # bytes that a launch may ask for without saying so before
+_FREE_CLUSTER = 8  # programs of a cluster that a launch may ask for without saying so before
 _ALIGNMENT = 16  # bytes, of every pointer: kernels are compiled for it
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16)]
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
+_mode = threading.local()
+
+
+@contextlib.contextmanager
+def early_starts() -> Iterator[None]:
+    """Inside, this thread's launches of kernels that wait for the one before them by themselves
+    (Launch.waits) say so: such a kernel's programs start while the last ones of the kernel before
+    are running (programmatic dependent launch)."""
+    _mode.early = True
+    try:
+        yield
+    finally:
+        _mode.early = False
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Function:
     """One launch, ready: the function's handle and the memory that its arguments are put into.
-    takes: which of the kernel's pointers; slots: their values; parameters: the slots' addresses."""
+    takes: which of the kernel's pointers; slots: their values; parameters: the slots' addresses;
+    config: what it asks for beyond a plain launch; waits: see Launch."""
 
     handle: ctypes.c_void_p
     name: str
@@ -42,6 +82,9 @@ class Function:
     takes: tuple[int, ...]
     slots: ctypes.Array[ctypes.c_uint64]
     parameters: ctypes.Array[ctypes.c_void_p]
+    config: _Config
+    waits: bool
+    clustered: bool
 
 
 def current_device() -> int:
@@ -80,22 +123,29 @@ class Launcher:
                     f"a tensor at address {p:#x} is not aligned to {_ALIGNMENT} bytes, as "
                     "generated kernels need it: copy it first"
                 )
-        launch = self._driver.cuLaunchKernel
+        early = getattr(_mode, "early", False)
         with self._lock:
             for f in self._functions:
                 for slot, n in enumerate(f.takes):
                     f.slots[slot] = pointers[n]
-                arguments = (
-                    f.handle, f.programs, 1, 1, f.threads, 1, 1, f.shared_bytes, stream,
-                    f.parameters, None,
-                )  # fmt: skip
-                code = launch(*arguments)
+                code = self._launch(f, stream, early)
                 if code == _INVALID_CONTEXT:  # this thread's first use of the GPU
                     _make_current(self.device)
-                    code = launch(*arguments)
+                    code = self._launch(f, stream, early)
                 if code:
                     _check(code, f"launching {f.name}")
         return 0
+
+    def _launch(self, f: Function, stream: int, early: bool) -> int:
+        early = early and f.waits
+        if not (early or f.clustered):
+            return self._driver.cuLaunchKernel(
+                f.handle, f.programs, 1, 1, f.threads, 1, 1, f.shared_bytes, stream,
+                f.parameters, None,
+            )  # fmt: skip
+        f.config.stream = stream
+        f.config.count = f.clustered + early
+        return self._driver.cuLaunchKernelEx(ctypes.byref(f.config), f.handle, f.parameters, None)
 
 
 def _function(launch: Launch, cubin: Cubin) -> Function:
@@ -105,14 +155,27 @@ def _function(launch: Launch, cubin: Cubin) -> Function:
     if shared > _FREE_SHARED:
         code = driver().cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED, shared)
         _check(code, f"giving {cubin.name} {shared} bytes of shared memory")
+    if launch.cluster > _FREE_CLUSTER:
+        code = driver().cuFuncSetAttribute(handle, _WIDE_CLUSTERS, 1)
+        _check(code, f"letting {cubin.name} run in clusters of {launch.cluster}")
     slots = (ctypes.c_uint64 * cubin.parameters)()  # Triton's own pointers stay null
     first = ctypes.addressof(slots)
     addresses = [first + 8 * n for n in range(cubin.parameters)]
     parameters = (ctypes.c_void_p * cubin.parameters)(*addresses)
     threads = 32 * cubin.resources.warps
     return Function(
-        handle, cubin.name, launch.programs, threads, shared, launch.arguments, slots, parameters
-    )
+        handle, cubin.name, launch.programs, threads, shared, launch.arguments, slots, parameters,
+        _config(launch, threads, shared), launch.waits, launch.cluster > 1,
+    )  # fmt: skip
+
+
+def _config(launch: Launch, threads: int, shared_bytes: int) -> _Config:
+    """What cuLaunchKernelEx takes: attributes that are always meant, then those of early starts."""
+    cluster = [_Attribute(_CLUSTER, 0, (launch.cluster, 1, 1))] * (launch.cluster > 1)
+    attributes = [*cluster, _Attribute(_DEPENDENT, 0, (1,))]
+    array = (_Attribute * len(attributes))(*attributes)
+    grid, block = (launch.programs, 1, 1), (threads, 1, 1)
+    return _Config(grid, block, shared_bytes, None, array, 0)
 
 
 @functools.cache
@@ -140,6 +203,7 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "cuFuncGetAttribute": [_pointer, _int, _pointer],
     "cuFuncSetAttribute": [_pointer, _int, _int],
     "cuLaunchKernel": [_pointer, *[_unsigned] * 7, _pointer, _pointer, _pointer],
+    "cuLaunchKernelEx": [_pointer, _pointer, _pointer, _pointer],
     "cuDriverGetVersion": [_pointer],
     "cuDeviceGet": [_pointer, _int],
     "cuDevicePrimaryCtxRetain": [_pointer, _int],
