@@ -25,6 +25,9 @@ class Options:
     split       programs that share the K of one tile; the last one adds up what all have
     before      the choices of the phases before the nest, each in a function of its own
     packed      values of half types are kept as stored between two stages
+    strip       the loop of the root along which the tile is computed element by element, so that
+                windows share what they read (strips.py); chunk: elements of its last loop that are
+                computed side by side, the rest one after the other (0: all)
     joined      all phases are one function: the programs of a row wait for each other between them
     cluster     those programs are a cluster, which has a barrier of its own
     waits       see Launch
@@ -47,6 +50,8 @@ class Options:
     cluster: bool = False
     waits: bool = False
     packed: bool = False
+    strip: int | None = None
+    chunk: int = 0
 
     @property
     def each(self) -> tuple[Options, ...]:
@@ -74,6 +79,8 @@ class Variant:
 def _choices(nest: Nest, o: Options) -> str:
     text = f"tile {'x'.join(map(str, nest.tile))}, {o.lanes} lanes, {o.warps} warps"
     text += ", packed" * o.packed
+    if o.strip is not None:
+        text += f", strips of {nest.tile[o.strip]}" + f" by {o.chunk} columns" * (o.chunk > 0)
     text += f", folds by {o.fold_block}" * (o.fold_block != Options().fold_block and not o.joined)
     if o.stream:
         return text + f", walked by {o.stream}, {o.stages} stages, {o.precision}"
