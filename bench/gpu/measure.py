@@ -92,7 +92,7 @@ class Bench:
         self.options.sources.mkdir(parents=True, exist_ok=True)
         for label, c in s.candidates.items():
             safe = "".join(x if x.isalnum() else "_" for x in f"{title(s.case)} {label}")
-            (self.options.sources / f"{safe}.py").write_text(c.source.text)
+            (self.options.sources / f"{safe[:200]}.py").write_text(c.source.text)
 
     def build(self, subjects: list[Subject]) -> None:
         """Everything in one call, so that all cores are busy; what can't be built is a row."""

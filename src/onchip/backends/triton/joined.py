@@ -28,9 +28,9 @@ from onchip.ir.index import linear, simplify, structural_key
 
 Strides = tuple[int, ...]
 
-# Elements of a chunk, and the warps of its program: 32 or 64 elements a thread. (Fewer registers a
-# thread, for more programs side by side, were measured slower.)
-SHAPES = ((8192, 8), (16384, 16), (16384, 8), (8192, 4), (4096, 4))
+# Elements of a chunk, and the warps of its program: 64 elements a thread, or 32. What counts is how
+# many elements all programs of a multiprocessor hold: 64 a thread take fewer registers each.
+SHAPES = ((16384, 8), (8192, 4), (8192, 8), (16384, 16), (4096, 4))
 
 
 # Clusters (CUDA C++ Programming Guide, "Thread Block Clusters"): since which capability, and their

@@ -14,7 +14,9 @@ from onchip.backends.triton.phases import (
     counters,
     emit_barrier,
     handed_on,
+    handed_on_strides,
     narrowed,
+    reads_again,
     same_tiles,
     sharing,
 )
@@ -33,7 +35,6 @@ from onchip.backends.triton.steps import HALF
 from onchip.backends.triton.stream import emit_walk, grows, walk_loops, walk_widths
 from onchip.backends.triton.strips import emit_pieces
 from onchip.backends.triton.writer import CannotExpress, Place, Scope, Tile, Writer, power_of_two
-from onchip.fusion.layout import contiguous
 from onchip.fusion.nest import Nest, Span
 from onchip.fusion.online import as_online
 from onchip.fusion.refusal import Refusal, Rule
@@ -77,7 +78,8 @@ def emit_kernel(
     free = late | (constants & read.keys())
     every = [k for phase in kept for k in phase]
     laid = laid_along(every, strides, free) | laid_out(every, strides, free)
-    strides = strides | laid | {t: contiguous(t.shape) for t in handed}
+    shared = (st.staged for st in stages if st.placement == "shared")
+    strides = strides | laid | handed_on_strides(shared, strides)
     read = dict.fromkeys(sorted(read, key=lambda t: t in late or t in laid))
     pointers = {t: f"in{n}" for n, t in enumerate(read)}
     pointers |= {t: f"out{n}" for n, t in enumerate(produced)}
@@ -117,8 +119,9 @@ def _functions(
     """The functions of a kernel, written, with their numbers of programs."""
     if not options.joined:
         out = []
-        for phase, stages, own in zip(nest.phases, kept, options.each, strict=True):
+        for n, (phase, stages, own) in enumerate(zip(nest.phases, kept, options.each, strict=True)):
             w = writer(own)
+            w.backwards = reads_again(nest.phases[:n], phase)
             if own.stream:
                 out.append((w, _emit_walk(w, phase)))
                 continue
@@ -190,6 +193,8 @@ def _bind_tiles(w: Writer, nest: Nest, last_first: bool = False) -> int:
     if w.options.split > 1:
         w.line(f"part = tl.program_id(0) // {w.tiles}")
         w.line(f"program = (tl.program_id(0) % {w.tiles}){wide}")
+    elif w.backwards and w.tiles > 1:
+        w.line(f"program = ({w.tiles - 1} - tl.program_id(0)){wide}")
     else:
         w.line(f"program = tl.program_id(0){wide}")
     program = Tile("program")

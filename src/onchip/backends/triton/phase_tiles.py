@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from onchip.backends.triton.phases import handed_on_strides
 from onchip.backends.triton.source import Options, Variant
 from onchip.fusion.chunks import Cutting
 from onchip.fusion.inline import inline
 from onchip.fusion.machine import Gpu
-from onchip.fusion.phases import handed_on_strides, phase_groups, together_or_each
+from onchip.fusion.phases import phase_groups, together_or_each
 from onchip.fusion.refusal import Refusal
 from onchip.fusion.staging import Staged
 from onchip.ir.expr import Expr, Tensor, reduces
@@ -52,7 +53,7 @@ def phased_variants(
     groups = phase_groups(staged, strides, needed, how, gpu.l2_bytes // 2)
     if not isinstance(groups, list):
         return groups
-    strides = strides | handed_on_strides(groups)
+    strides = strides | handed_on_strides((s for g in groups for s in g if s.shared), strides)
     phases: list[list[Variant]] = []
     for group in groups:
         found = together_or_each(group, lambda g: ways(g, strides))

@@ -15,13 +15,19 @@ one program on each.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from math import prod
 
 from onchip.backends.triton.placement import Kept
 from onchip.backends.triton.source import Workspace
 from onchip.backends.triton.writer import Writer
+from onchip.fusion.layout import contiguous
 from onchip.fusion.nest import Nest
-from onchip.ir.expr import Tensor
+from onchip.fusion.staging import Staged
+from onchip.ir.expr import Axis, Tensor, loads
+from onchip.ir.index import stride_along
+
+Strides = tuple[int, ...]
 
 # Programs that may share a row.
 MOST_SHARING = 32
@@ -92,3 +98,37 @@ def handed_on(nest: Nest) -> tuple[Tensor, ...]:
     """What the phases hand to each other through memory."""
     stages = (st for phase in nest.phases for st in phase.stages)
     return tuple(st.tensor for st in stages if st.placement == "shared")
+
+
+def handed_on_strides(
+    stages: Iterable[Staged], strides: Mapping[Tensor, Strides]
+) -> dict[Tensor, Strides]:
+    """Strides of what phases hand on: its elements lie as what they are computed from, as programs
+    are counted as their results lie in memory, and later phases count backwards."""
+    return {s.tensor: _as_read(s, strides) for s in stages}
+
+
+def _as_read(s: Staged, strides: Mapping[Tensor, Strides]) -> Strides:
+    dense = contiguous(s.tensor.shape)
+    found = [ld for ld in loads(s.body) if ld.src in strides]
+    axes = [a for a in s.store if isinstance(a, Axis)]
+    if not found or len(axes) < len(s.store):
+        return dense
+    largest = max(found, key=lambda ld: ld.src.numel)
+    steps = [stride_along(largest.index, strides[largest.src], a) for a in axes]
+    if any(step is None for step in steps):
+        return dense
+    order = sorted(range(len(steps)), key=lambda d: -abs(steps[d] or 0))
+    inner = contiguous(tuple(s.tensor.shape[d] for d in order))
+    return tuple(inner[order.index(d)] for d in range(len(steps)))
+
+
+def reads_again(before: Iterable[Nest], nest: Nest) -> bool:
+    """Whether a phase reads what an earlier one has read from memory: its last part is still in the
+    last cache, so a phase that counts backwards finds it there."""
+
+    def read(n: Nest) -> set[Tensor]:
+        made = {st.tensor for st in n.stages}
+        return {ld.src for st in n.stages for ld in loads(st.staged.body)} - made
+
+    return any(read(n) & read(nest) for n in before)

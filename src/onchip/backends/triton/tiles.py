@@ -36,6 +36,8 @@ Strides = tuple[int, ...]
 POINTWISE_BLOCKS = ((4096, 8), (2048, 4), (8192, 8), (4096, 16), (1024, 4), (512, 2))
 WINDOW_BLOCKS = ((2048, 8), (1024, 4), (2048, 4), (4096, 8), (512, 2))
 ROW_BLOCKS = ((4096, 8), (4096, 4), (4096, 16), (8192, 8), (2048, 8))
+# The same of folds whose rows nobody keeps: 32 elements a thread read a tenth faster than 16.
+FOLD_BLOCKS = ((4096, 4), (4096, 8), (2048, 4), (8192, 8), (4096, 16))
 MOST_WARPS = 16
 LEAST_PER_THREAD = 8
 # Elements of a program at least, even where that leaves multiprocessors idle.
@@ -190,7 +192,7 @@ def _rows(tiles: int, row: int, length: int, gpu: Gpu) -> list[tuple[int, int, i
     `length` that lie side by side."""
     out = []
     enough = 1 << max((tiles // (2 * gpu.multiprocessors)).bit_length() - 1, 0)
-    for block, warps in ROW_BLOCKS:
+    for block, warps in FOLD_BLOCKS if row == 1 else ROW_BLOCKS:
         wide = max(row, power_of_two(length) if length <= HELD else block)
         lanes = min(max(block // wide, 1), max(enough, FEW // wide), power_of_two(tiles))
         size = lanes * wide
@@ -198,6 +200,8 @@ def _rows(tiles: int, row: int, length: int, gpu: Gpu) -> list[tuple[int, int, i
             warps = min(warps * size // block, MOST_WARPS)
         elif size < block:
             warps = max(warps * size // block, 1)
+        if tiles < gpu.multiprocessors:  # nothing else runs while a thread waits for memory
+            warps = max(warps, min(size // (32 * LEAST_PER_THREAD), MOST_WARPS))
         out.append((lanes, warps, max(size, LONGEST_ROW if row > 1 else 1)))
     return list(dict.fromkeys(out))
 

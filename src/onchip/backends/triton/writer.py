@@ -140,6 +140,7 @@ class Writer:
         self.numbers: set[Axis] = set()
         self.integer = "tl.int32"
         self.leaving: list[str] = []  # what a program does last
+        self.backwards = False  # programs take their tiles from the last to the first
         self.packed: dict[str, str] = {}  # blocks of half types as stored, and how they are widened
         self.free: frozenset[Tensor] = frozenset()
         self.result = DType.F32
