@@ -87,6 +87,32 @@ def transposed(shape: tuple[int, ...], channels: int, kernel=3, dilation=1) -> P
     return result([op("relu", t)], [w])
 
 
+def upsampling(
+    shape: tuple[int, ...], channels: int, kernel: int | tuple[int, ...] = 4, stride=2, padding=1,
+    more=0, groups=1, dilation=1, order=("relu",), before="", dtype=DType.F32, last=True,
+) -> Program:  # fmt: skip
+    """A transposed convolution with a stride, bias, and what comes behind it; more: its
+    output_padding."""
+    d = len(shape) - 2
+    taps = (kernel,) * d if isinstance(kernel, int) else kernel
+    x = value(shape, dtype)
+    w = value((shape[1], channels // groups, *taps), dtype, seed=1)
+    b = value((channels,), dtype, seed=2)
+    constants, residual = [w, b], []
+    name = ("conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input")[d - 1]
+    t = op(name, op(before, x) if before else x, w, b, stride, padding, more, groups, dilation)
+    for step in order:
+        if step == "bn":
+            t = batch_norm(t, constants)
+        elif step == "add":
+            residual.append(value(t.shape, dtype, seed=7))
+            t = op("add.Tensor", t, residual[-1])
+        else:
+            t = op(step, t)
+    strides = {y: channels_last(y.shape) for y in (x, t, *residual)} if last else {}
+    return result([t], constants, strides)
+
+
 def patches(dtype: DType) -> Program:
     """A vision transformer's first convolution: windows side by side, K in one run a row."""
     x, w = value((2, 3, 16, 24), dtype), value((40, 3, 8, 8), dtype, seed=1)
@@ -158,6 +184,35 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "conv3d of 3 channels": lambda: conv_3d((1, 3, 5, 6, 7), 18, (3, 3, 3), 2),
     "transposed conv": lambda: transposed((1, 35, 5, 6), 20),
     "transposed conv, dilated": lambda: transposed((1, 33, 5, 6), 20, dilation=2),
+    "upsampling": lambda: upsampling((1, 35, 5, 6), 20),
+    "upsampling, NCHW": lambda: upsampling((2, 17, 3, 5), 5, last=False),
+    "upsampling, float16": lambda: upsampling((2, 16, 3, 5), 9, dtype=DType.F16),
+    "upsampling, many features":
+        lambda: upsampling((2, 17, 4, 3), 70, order=("bn", "relu", "add"), before="relu"),
+    "upsampling, many features, NCHW": lambda: upsampling((1, 5, 4, 3), 67, last=False),
+    "upsampling, 2 taps": lambda: upsampling((2, 32, 3, 5), 17, 2, padding=0),
+    "upsampling, 2 taps, cut off": lambda: upsampling((2, 32, 3, 5), 70, 2, padding=1),
+    "upsampling, 3 taps": lambda: upsampling((2, 17, 4, 5), 33, 3),
+    "upsampling, 3 taps, even":
+        lambda: upsampling((1, 3, 4, 5), 70, 3, more=1, order=("bn", "relu", "add")),
+    "upsampling, 3 taps, not padded": lambda: upsampling((2, 33, 4, 5), 20, 3, padding=0),
+    "upsampling, 3 taps, bfloat16": lambda: upsampling((1, 64, 4, 5), 33, 3, dtype=DType.BF16),
+    "upsampling, 5 taps by 3": lambda: upsampling((1, 20, 4, 5), 17, 5, 3, 2, 1),
+    "upsampling, 3 taps by 4": lambda: upsampling((1, 20, 4, 5), 17, 3, 4),
+    "upsampling, two kinds": lambda: upsampling((1, 20, 4, 5), 17, (3, 4)),
+    "upsampling, dilated": lambda: upsampling((1, 20, 4, 5), 17, 3, dilation=2),
+    "upsampling, dilated by 3": lambda: upsampling((1, 20, 4, 5), 17, 3, dilation=3),
+    "upsampling, 2 groups": lambda: upsampling((1, 34, 4, 5), 40, groups=2),
+    "upsampling, 2 wide groups, 3 taps": lambda: upsampling((1, 34, 4, 5), 140, 3, groups=2),
+    "upsampling, depthwise": lambda: upsampling((1, 33, 4, 5), 33, groups=33),
+    "upsampling, depthwise, 3 taps": lambda: upsampling((1, 33, 4, 5), 33, 3, groups=33),
+    "upsampling, one feature": lambda: upsampling((1, 33, 4, 5), 1, order=("sigmoid",)),
+    "upsampling, one feature, 3 taps": lambda: upsampling((1, 33, 4, 5), 1, 3),
+    "upsampling 1d": lambda: upsampling((2, 33, 7), 20, 16, 8, 4),
+    "upsampling 1d, many features": lambda: upsampling((2, 33, 7), 70, 16, 8, 4),
+    "upsampling 3d": lambda: upsampling((1, 17, 3, 2, 4), 20),
+    "upsampling 3d, 3 taps": lambda: upsampling((1, 17, 3, 2, 4), 20, 3),
+    "upsampling of nothing": lambda: upsampling((0, 17, 3, 2), 20),
     "patches": lambda: patches(DType.F32),
     "patches, float16": lambda: patches(DType.F16),
     "linear": lambda: linear(37, 150, 70),
@@ -190,6 +245,8 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "K split: conv and pool": lambda: conv((1, 64, 6, 6), 40, order=CHAIN),
     "K split: linear": lambda: linear(5, 300, 70),
     "K split: batches": lambda: matmul((2, 17, 300), (2, 300, 20)),
+    "K split: upsampling": lambda: upsampling((1, 70, 3, 4), 20),
+    "K split: upsampling, many features": lambda: upsampling((1, 70, 3, 4), 70),
     "K split: softmax": lambda: linear(7, 300, 20, ("softmax",)),
 }  # fmt: skip
 

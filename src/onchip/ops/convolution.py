@@ -184,9 +184,9 @@ def conv_transpose(
     )
     gather = Gather(x, weight, bias, groups, out, steps, pads)
     choices = [phases(*a) for a in zip(kernel, steps, spread, strict=True)]
-    parts = [(c, gather.part(c)) for c in itertools.product(*choices)]
+    parts = {c: gather.part(c) for c in itertools.product(*choices)}
     if len(parts) == 1 and groups == 1 and all(s == 1 for s in steps):
-        return parts[0][1]
+        return next(iter(parts.values()))
     return gather.interleave(parts)
 
 
@@ -273,35 +273,33 @@ class Gather:
             return fold("sum", taps, lambda *t: term(Const(0, DType.I64), *t))
         return fold("sum", (depth, *taps), term)
 
-    def interleave(self, parts: list[tuple[tuple[Phases, ...], Tensor]]) -> Tensor:
+    def interleave(self, parts: dict[tuple[Phases, ...], Tensor]) -> Tensor:
         """Each output position read from the phase group that holds it."""
         k, features = len(self.lead), self.groups * self.width
+        choices = [list(dict.fromkeys(c)) for c in zip(*parts, strict=True)]
 
         def element(*i: Expr) -> Expr:
             shifted = [y + p % s for y, p, s in zip(i[k + 1 :], self.pads, self.steps, strict=True)]
             split = (i[k] // self.width, i[k] % self.width) if self.groups > 1 else (i[k],)
-            value: Expr | None = None
-            for combo, part in reversed(parts):
-                at: list[Expr] = []
-                inside: list[Expr] = []
-                for z, s, c in zip(shifted, self.steps, combo, strict=True):
-                    at.append(z // s)
-                    if c.count > 1:
-                        at.append(z % s - c.first)
-                    if c.first + c.count < s:
-                        inside.append(compare("lt", z % s, c.first + c.count))
-                read = guarded(part, (*i[:k], *split, *at), 0.0)
-                value = read if value is None else _select(inside, read, value)
-            assert value is not None
-            return value
+
+            def chosen(combo: tuple[Phases, ...]) -> Expr:
+                """What the position reads, its phase groups along the first dimensions known."""
+                if len(combo) == len(shifted):
+                    at: list[Expr] = []
+                    for z, s, c in zip(shifted, self.steps, combo, strict=True):
+                        at += [z // s, z % s - c.first] if c.count > 1 else [z // s]
+                    return guarded(parts[combo], (*i[:k], *split, *at), 0.0)
+                phase = shifted[len(combo)] % self.steps[len(combo)]
+                *some, last = choices[len(combo)]
+                value = chosen((*combo, last))
+                for c in reversed(some):
+                    test = compare("lt", phase, c.first + c.count)
+                    value = where(test, chosen((*combo, c)), value)
+                return value
+
+            return chosen(())
 
         return tensor((*self.lead, features, *self.out), self.x.dtype, element, "conv_transpose")
-
-
-def _select(conditions: list[Expr], a: Expr, b: Expr) -> Expr:
-    for c in conditions:
-        a = where(c, a, b)
-    return a
 
 
 def _check(what: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -21,6 +21,7 @@ from onchip.backends.triton.placement import (
 )
 from onchip.backends.triton.source import Options, Variant
 from onchip.backends.triton.writer import power_of_two
+from onchip.fusion.contraction import Contraction
 from onchip.fusion.machine import Gpu
 from onchip.fusion.nest import Nest, build_nest
 from onchip.fusion.refusal import Refusal
@@ -152,14 +153,22 @@ def _best(shape: Shape, gpu: Gpu) -> list[Choice]:
 
 def by_dot(kept: list[Kept]) -> bool:
     """Whether tl.dot is the way to compute the products of a nest. One row or one column is a fold
-    that is bound by memory, and there are no tensor cores for float64 in Triton."""
+    that is bound by memory, so are a few taps of each channel by itself, and there are no tensor
+    cores for float64 in Triton."""
     found = contractions(kept)
     return bool(found) and all(
         c.reduce.dtype is DType.F32
         and prod(a.extent for a in c.m_axes) > 1
         and prod(a.extent for a in c.n_axes) > 1
+        and not _channel_by_channel(c)
         for _, c in found
     )
+
+
+def _channel_by_channel(c: Contraction) -> bool:
+    """A depthwise transposed convolution: columns are its remainders, K is a small window."""
+    small = all(prod(a.extent for a in s) < SMALLEST_DOT for s in (c.n_axes, c.k_axes))
+    return small and prod(a.extent for a in c.b_axes) > 1 and is_serial(c.reduce)
 
 
 def laid_out(

@@ -19,7 +19,7 @@ from onchip.backends.triton import spelling
 from onchip.backends.triton.source import Options, Partial
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.ir.dtype import DType
-from onchip.ir.expr import Axis, Call, Const, Expr, Load, Reduce, Tensor, mentioned
+from onchip.ir.expr import Axis, Call, Const, Expr, Load, Reduce, Tensor, mentioned, reduces
 from onchip.ir.index import Env, simplify
 
 Axes = tuple[Axis, ...]
@@ -114,6 +114,7 @@ class Writer:
         self.range_widths: dict[Range, int] = {}
         self.ranks: dict[Axis, tuple[int, int]] = {}
         self.levels = [Level()]
+        self.branch = 0  # the level of the innermost branch: what it needs is computed there
         self.scopes = [Scope({})]
         self.env: Env = {}
         self.counted: dict[Expr, bool] = {}  # see indices.py
@@ -131,7 +132,8 @@ class Writer:
         return f"{stem}{self.counts[stem]}"
 
     def define(self, stem: str, text: str, axes: Axes = (), level: int = 0) -> Tile:
-        """A name for a text, written once at its level."""
+        """A name for a text, written once at its level (or in the branch at hand)."""
+        level = max(level, self.branch)
         for lv in self.levels[: level + 1]:
             if text in lv.names:
                 return Tile(lv.names[text], axes, level)
@@ -294,6 +296,10 @@ class Writer:
                 axes = self.union(x, base)
                 text = f"coarse_exp_above({self.onto(x, axes)}, {self.onto(base, axes)})"
                 return self.define(stem, text, axes, max(x.level, y.level))
+            case Call(fn="where", args=(test, yes, no)) if reduces(yes) or reduces(no):
+                condition = self.value(test)
+                if not condition.axes:
+                    return self._branch(stem, condition, (yes, no))
         tiles = [self.value(a) for a in e.args]
         counts = [counted(self, a) for a in e.args if a.dtype is DType.I64]
         if e.dtype is DType.I64 or not all(counts):
@@ -302,6 +308,24 @@ class Writer:
         texts = [self.onto(t, axes) for t in tiles]
         text = spelling.call(e.fn, texts, e.dtype, e.args[-1].dtype, self.coarse)
         return self.define(stem, text, axes, max(t.level for t in tiles))
+
+    def _branch(self, stem: str, condition: Tile, ways: tuple[Expr, Expr]) -> Tile:
+        """One of two values, of which a program computes only the one that it takes."""
+        outer, around, done, found = self.depth, self.branch, [], []
+        for head, e in zip((f"if {condition.text}:", "else:"), ways, strict=True):
+            self.open(head)
+            self.branch = self.depth
+            self.scopes.append(Scope({}))
+            found.append(self.value(e))
+            self.scopes.pop()
+            done.append(self.levels.pop())
+        self.branch = around
+        axes, name = self.union(*found), self.fresh(stem)
+        for level, tile in zip(done, found, strict=True):
+            level.lines.append(f"{name} = {self.whole(tile, axes)}")
+            self.levels.append(level)
+            self.close()
+        return Tile(name, axes, outer)
 
     def _kept(self, e: Load) -> Tile:
         """A value in registers, its dimensions renamed to the reader's axes."""
