@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 import torch
 from tests.backends.triton_jobs import Job, bare, interpret
-from tests.fusion.harness import Program, close, op, program, value
+from tests.fusion.harness import VALUES, Program, close, op, program, stored, value
 from tests.fusion.test_convolution import POOLS, batch_norm
 
 from onchip.backends.cpp.run import region_for
+from onchip.backends.interpreter import evaluate
 from onchip.backends.triton.kernel import emit_kernel
 from onchip.backends.triton.resources import tool
 from onchip.backends.triton.source import Options, TritonSource, Variant
@@ -30,6 +31,7 @@ from onchip.fusion.refusal import Refusal
 from onchip.fusion.staging import stage
 from onchip.ir.dtype import DType
 from onchip.ir.expr import Tensor
+from onchip.ir.graph import defined_by, reads
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
@@ -90,9 +92,10 @@ def transposed(shape: tuple[int, ...], channels: int, kernel=3, dilation=1) -> P
 def upsampling(
     shape: tuple[int, ...], channels: int, kernel: int | tuple[int, ...] = 4, stride=2, padding=1,
     more=0, groups=1, dilation=1, order=("relu",), before="", dtype=DType.F32, last=True,
+    derived=True,
 ) -> Program:  # fmt: skip
     """A transposed convolution with a stride, bias, and what comes behind it; more: its
-    output_padding."""
+    output_padding; derived: its weight is a constant, reindexed at load."""
     d = len(shape) - 2
     taps = (kernel,) * d if isinstance(kernel, int) else kernel
     x = value(shape, dtype)
@@ -109,6 +112,12 @@ def upsampling(
             t = op("add.Tensor", t, residual[-1])
         else:
             t = op(step, t)
+    if derived:
+        for taps in defined_by([t], list(VALUES)):
+            if set(reads(taps)) == {w}:
+                (values,) = evaluate([taps], {w: VALUES[w]})
+                VALUES[taps] = stored(values, dtype)
+                constants.append(taps)
     strides = {y: channels_last(y.shape) for y in (x, t, *residual)} if last else {}
     return result([t], constants, strides)
 
@@ -212,6 +221,10 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "upsampling 1d, many features": lambda: upsampling((2, 33, 7), 70, 16, 8, 4),
     "upsampling 3d": lambda: upsampling((1, 17, 3, 2, 4), 20),
     "upsampling 3d, 3 taps": lambda: upsampling((1, 17, 3, 2, 4), 20, 3),
+    "upsampling by a weight that is no constant":
+        lambda: upsampling((1, 20, 4, 5), 17, derived=False),
+    "upsampling, 3 taps of a weight that is no constant":
+        lambda: upsampling((1, 20, 4, 5), 17, 3, derived=False),
     "upsampling of nothing": lambda: upsampling((0, 17, 3, 2), 20),
     "patches": lambda: patches(DType.F32),
     "patches, float16": lambda: patches(DType.F16),
@@ -247,6 +260,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "K split: batches": lambda: matmul((2, 17, 300), (2, 300, 20)),
     "K split: upsampling": lambda: upsampling((1, 70, 3, 4), 20),
     "K split: upsampling, many features": lambda: upsampling((1, 70, 3, 4), 70),
+    "K split: upsampling, 3 taps": lambda: upsampling((1, 70, 3, 4), 20, 3),
     "K split: softmax": lambda: linear(7, 300, 20, ("softmax",)),
 }  # fmt: skip
 

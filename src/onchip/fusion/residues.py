@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from onchip.fusion.contraction import as_contraction
+from onchip.fusion.contraction import as_contraction, ended_body, until
 from onchip.fusion.inline import inline
 from onchip.fusion.staging import Staged
 from onchip.ir.dtype import DType
@@ -26,7 +26,9 @@ from onchip.ir.expr import (
     Const,
     Expr,
     Load,
+    Reduce,
     Tensor,
+    Var,
     axis,
     loads,
     reduces,
@@ -34,7 +36,7 @@ from onchip.ir.expr import (
     substitute,
     walk,
 )
-from onchip.ir.index import bounds, linear, simplify
+from onchip.ir.index import bounds, linear, simplify, structural_key
 
 WIDE = 64  # columns of one class that are enough for a product of its own
 
@@ -92,14 +94,14 @@ def _split(s: Staged, places: dict[Axis, tuple[int, int]]) -> Staged:
     """The stage with each of the axes as two."""
     remainders = {a: axis(c) for a, (_, c) in places.items()}
     joint = _over(s, places, remainders, carry=False)
-    products = [as_contraction(r, joint.loops) for r in reduces(joint.body)]
+    products = [as_contraction(r, joint.loops, ended=True) for r in reduces(joint.body)]
     columns = 1
     for p in products:
         if p is None:  # a window's own index would not be affine
             return joint
         for a in p.n_axes:
             columns *= 1 if a in remainders.values() else a.extent
-    apart = len(products) > 1 or columns >= WIDE
+    apart = len(products) > 1 or any(p.ends for p in products if p) or columns >= WIDE
     return _over(s, places, remainders, carry=True) if apart else joint
 
 
@@ -119,7 +121,7 @@ def _over(
         loops += [q, r]
     return replace(
         s,
-        body=_over_pairs(s.body, mapping),
+        body=_merged(_over_pairs(s.body, mapping)),
         loops=tuple(loops),
         store=tuple(simplify(substitute(i, mapping)) for i in s.store),
     )
@@ -142,3 +144,103 @@ def _over_pairs(e: Expr, mapping: dict[Axis, Expr]) -> Expr:
         return Load(x.src, index, 0 if x.pad is None and not inside and not data else x.pad)
 
     return rewrite(e, leaf, memo)
+
+
+# ---- products of different numbers of taps as one -----------------------------------------------
+
+
+def _merged(e: Expr) -> Expr:
+    """Products of which a remainder selects one, as one product whose taps end where the
+    remainder says, if nothing else tells them apart."""
+
+    def leaf(x: Expr) -> Expr | None:
+        match x:
+            case Call(fn="where", args=(Call(fn="lt", args=(Axis() as r, Const() as c)), yes, no)):
+                a, b = _merged(yes), _merged(no)
+                if len(reduces(a)) == len(reduces(b)) == 1:
+                    return _one(r, int(c.value), a, b) or replace(x, args=(x.args[0], a, b))
+        return None
+
+    return rewrite(e, leaf)
+
+
+def _one(r: Axis, c: int, a: Expr, b: Expr) -> Expr | None:
+    """The value of a where r < c and of b elsewhere, if b is a with fewer taps."""
+    (x,), (y,) = reduces(a), reduces(b)
+    product = Var("product", x.dtype)
+    around = [structural_key(rewrite(e, {s: product}.get)) for e, s in ((a, x), (b, y))]
+    (p, own), (q, other) = ended_body(x), ended_body(y)
+    match p, q:
+        case (Call(fn="mul", args=(left, Load() as v)), Call(fn="mul", args=(less, Load() as w))):
+            names = _same_steps(left, x.axes, less, y.axes)
+        case _:
+            return None
+    if names is None or around[0] != around[1] or v.src is not w.src:
+        return None
+    alone = {k: Const(0, DType.I64) for k in x.axes if k not in names.values()}
+    same = [
+        (i, simplify(substitute(i, alone)), simplify(substitute(j, names)))
+        for i, j in zip(v.index, w.index, strict=True)
+    ]
+    index = tuple(
+        i if structural_key(s) == structural_key(t) else _selected(i, t, r, c) for i, s, t in same
+    )
+    taps = {n: k.extent for k, n in names.items()}
+    ends = {k: substitute(n, names) for k, n in own.items()}
+    renamed = {names[k]: substitute(n, names) for k, n in other.items()}
+    keys = [{k: structural_key(n) for k, n in some.items()} for some in (ends, renamed)]
+    if None in index or keys[0] != keys[1]:
+        return None
+    for k in x.axes:
+        fewer = k.extent - taps.get(k, 1)
+        if fewer < 0 or (fewer and k in ends):
+            return None
+        if fewer:
+            ends[k] = _step(r, c) * fewer + taps.get(k, 1)
+    if len(ends) == len(x.axes):  # none is left to be the blocks of a loop
+        return None
+    body = until(left * Load(v.src, index, v.pad), ends)
+    return rewrite(a, {x: Reduce("sum", x.axes, body)}.get)
+
+
+def _step(r: Axis, c: int) -> Expr:
+    """1 where r < c, else 0."""
+    above = Call("maximum", (c - r, Const(0, DType.I64)), DType.I64)
+    return Call("minimum", (above, Const(1, DType.I64)), DType.I64)
+
+
+def _selected(i: Expr, j: Expr, r: Axis, c: int) -> Expr | None:
+    """The index that is i where r < c and j elsewhere, if that is r."""
+
+    def is_r(e: Expr, values: range) -> bool:
+        return e is r or (isinstance(e, Const) and list(values) == [e.value])
+
+    return r if is_r(i, range(c)) and is_r(j, range(c, r.extent)) else None
+
+
+def _same_steps(
+    left: Expr, axes: tuple[Axis, ...], less: Expr, fewer: tuple[Axis, ...]
+) -> dict[Axis, Expr] | None:
+    """For each of `fewer` the one of `axes` that walks as it does, if `less` is `left` where the
+    rest of those is 0."""
+    found = {steps: a for a in axes if (steps := _walk(left, a))}
+    names: dict[Axis, Expr] = {b: found[s] for b in fewer if (s := _walk(less, b)) in found}
+    alone = {a: Const(0, DType.I64) for a in axes if a not in names.values()}
+    if len(set(names.values())) != len(fewer) or len(found) != len(axes):
+        return None
+    a, b = (_unpadded(_over_pairs(e, m)) for e, m in ((left, alone), (less, names)))
+    return names if structural_key(a) == structural_key(b) else None
+
+
+def _walk(e: Expr, a: Axis) -> tuple[int, ...]:
+    """An axis' factor in each index of each load."""
+    return tuple(linear(i).coefficient(a) for ld in loads(e) for i in ld.index)
+
+
+def _unpadded(e: Expr) -> Expr:
+    """The same with all loads alike, whether or not they may read outside of their tensor."""
+
+    def leaf(x: Expr) -> Expr | None:
+        return Load(x.src, x.index) if isinstance(x, Load) and x.pad in (None, 0) else None
+
+    return rewrite(e, leaf)

@@ -161,7 +161,7 @@ def products(nest: Nest) -> list[tuple[Stage, Contraction]]:
     each program selects one."""
     out: list[tuple[Stage, Contraction]] = []
     for st in nest.stages:
-        found = [as_contraction(r, st.staged.loops) for r in reduces(st.staged.body)]
+        found = [as_contraction(r, st.staged.loops, ended=True) for r in reduces(st.staged.body)]
         out += [(st, c) for c in found if c is not None and None not in found]
     return out
 
@@ -189,7 +189,7 @@ def contractions(kept: list[Kept]) -> list[tuple[Kept, Contraction]]:
         ranges = axis_ranges(k)
         for r in reduces(k.body):
             free = tuple({**ranges, **dict.fromkeys(inner - set(r.axes))})
-            c = as_contraction(r, free)
+            c = as_contraction(r, free, ended=True)
             if c is not None:
                 out.append((k, c))
     return out
