@@ -14,7 +14,9 @@ at the next one (`carry`) for remainders before p. Classes are then batches, wit
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 
 from onchip.fusion.contraction import as_contraction, ended_body, until
 from onchip.fusion.inline import inline
@@ -92,39 +94,46 @@ def _places(s: Staged) -> dict[Axis, tuple[int, int]]:
 
 def _split(s: Staged, places: dict[Axis, tuple[int, int]]) -> Staged:
     """The stage with each of the axes as two."""
-    remainders = {a: axis(c) for a, (_, c) in places.items()}
-    joint = _over(s, places, remainders, carry=False)
+    pairs: dict[Axis, tuple[Axis, Axis]] = {}
+    mapping: dict[Axis, Expr] = {}
+    for a, (p, c) in places.items():
+        q, r = pairs[a] = axis((p + a.extent - 1) // c + 1), axis(c)
+        mapping[a] = q * c + r - p
+    joint = _over(s, mapping, pairs)
+    joint = replace(joint, body=_merged(joint.body))
     products = [as_contraction(r, joint.loops, ended=True) for r in reduces(joint.body)]
+    remainders = {r for _, r in pairs.values()}
     columns = 1
     for p in products:
-        if p is None:  # a window's own index would not be affine
+        if p is None:  # a window, which slides along q alone
             return joint
-        for a in p.n_axes:
-            columns *= 1 if a in remainders.values() else a.extent
-    apart = len(products) > 1 or any(p.ends for p in products if p) or columns >= WIDE
-    return _over(s, places, remainders, carry=True) if apart else joint
+        columns *= prod(a.extent for a in p.n_axes if a not in remainders)
+    if len(products) == 1 and not products[0].ends and columns < WIDE:
+        return joint
+    apart = {q: axis((a.extent - 1) // places[a][1] + 1) for a, (q, _) in pairs.items()}
+    starts: dict[Axis, Expr] = {
+        q: apart[q] + _below(r, places[a][0]) for a, (q, r) in pairs.items()
+    }
+    return _over(joint, starts, {q: (own,) for q, own in apart.items()})
 
 
-def _over(
-    s: Staged, places: dict[Axis, tuple[int, int]], remainders: dict[Axis, Axis], carry: bool
-) -> Staged:
-    loops: list[Axis] = []
-    mapping: dict[Axis, Expr] = {}
-    for a in s.loops:
-        if a not in places:
-            loops.append(a)
-            continue
-        (p, c), r = places[a], remainders[a]
-        q = axis((a.extent - 1) // c + 1 if carry else (p + a.extent - 1) // c + 1)
-        late = simplify((Const(c + p - 1, DType.I64) - r) // c) if carry else Const(0, DType.I64)
-        mapping[a] = simplify((q + late) * c + r - p)
-        loops += [q, r]
+def _over(s: Staged, mapping: dict[Axis, Expr], loops: Mapping[Axis, tuple[Axis, ...]]) -> Staged:
+    """The stage over other loops in place of some."""
     return replace(
         s,
-        body=_merged(_over_pairs(s.body, mapping)),
-        loops=tuple(loops),
+        body=_over_pairs(s.body, mapping),
+        loops=tuple(x for a in s.loops for x in loops.get(a, (a,))),
         store=tuple(simplify(substitute(i, mapping)) for i in s.store),
     )
+
+
+def _below(r: Axis, n: int) -> Expr:
+    """1 where r < n, else 0."""
+    if n <= 0:
+        return Const(0, DType.I64)
+    if n == 1 and r.extent == 2:
+        return 1 - r
+    return (n - 1 - r) // r.extent + 1
 
 
 def _over_pairs(e: Expr, mapping: dict[Axis, Expr]) -> Expr:
@@ -196,17 +205,11 @@ def _one(r: Axis, c: int, a: Expr, b: Expr) -> Expr | None:
         if fewer < 0 or (fewer and k in ends):
             return None
         if fewer:
-            ends[k] = _step(r, c) * fewer + taps.get(k, 1)
+            ends[k] = _below(r, c) * fewer + taps.get(k, 1)
     if len(ends) == len(x.axes):  # none is left to be the blocks of a loop
         return None
     body = until(left * Load(v.src, index, v.pad), ends)
     return rewrite(a, {x: Reduce("sum", x.axes, body)}.get)
-
-
-def _step(r: Axis, c: int) -> Expr:
-    """1 where r < c, else 0."""
-    above = Call("maximum", (c - r, Const(0, DType.I64)), DType.I64)
-    return Call("minimum", (above, Const(1, DType.I64)), DType.I64)
 
 
 def _selected(i: Expr, j: Expr, r: Axis, c: int) -> Expr | None:

@@ -297,9 +297,10 @@ class Writer:
                 text = f"coarse_exp_above({self.onto(x, axes)}, {self.onto(base, axes)})"
                 return self.define(stem, text, axes, max(x.level, y.level))
             case Call(fn="where", args=(test, yes, no)) if reduces(yes) or reduces(no):
-                condition = self.value(test)
-                if not condition.axes:
-                    return self._branch(stem, condition, (yes, no))
+                if not self.value(test).axes:
+                    from onchip.backends.triton.branch import emit_branch
+
+                    return emit_branch(self, stem, self.value(test), (yes, no))
         tiles = [self.value(a) for a in e.args]
         counts = [counted(self, a) for a in e.args if a.dtype is DType.I64]
         if e.dtype is DType.I64 or not all(counts):
@@ -308,24 +309,6 @@ class Writer:
         texts = [self.onto(t, axes) for t in tiles]
         text = spelling.call(e.fn, texts, e.dtype, e.args[-1].dtype, self.coarse)
         return self.define(stem, text, axes, max(t.level for t in tiles))
-
-    def _branch(self, stem: str, condition: Tile, ways: tuple[Expr, Expr]) -> Tile:
-        """One of two values, of which a program computes only the one that it takes."""
-        outer, around, done, found = self.depth, self.branch, [], []
-        for head, e in zip((f"if {condition.text}:", "else:"), ways, strict=True):
-            self.open(head)
-            self.branch = self.depth
-            self.scopes.append(Scope({}))
-            found.append(self.value(e))
-            self.scopes.pop()
-            done.append(self.levels.pop())
-        self.branch = around
-        axes, name = self.union(*found), self.fresh(stem)
-        for level, tile in zip(done, found, strict=True):
-            level.lines.append(f"{name} = {self.whole(tile, axes)}")
-            self.levels.append(level)
-            self.close()
-        return Tile(name, axes, outer)
 
     def _kept(self, e: Load) -> Tile:
         """A value in registers, its dimensions renamed to the reader's axes."""
