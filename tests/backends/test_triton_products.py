@@ -274,6 +274,10 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "one program's sums are missing": ("K split: linear", r"in range\(0, (\d+)\):\n( *acc\d+ \+=)",
                                        r"in range(1, \1):\n\2"),
     "the last step of K is left out": ("linear", r"range\(0, 150, ", "range(0, 128, "),
+    "a tap too few": ("upsampling, 3 taps", r"taps0 = (.*)", r"taps0 = \1 * 0 + 1"),
+    "another class's weights": ("upsampling, many features", r"t0 \* (\d+)\)\)", r"0 * \1))"),
+    "positions before the first are stored": ("upsampling", r"(m\d+) = .* - 1\) >= 0",
+                                              r"\1 = t2 == t2"),
     "columns of the next tile": ("product of many tiles", r"t0 = block0 \* ", "t0 = group0 * "),
 }  # fmt: skip
 
@@ -417,7 +421,44 @@ def test_the_interpreter_gets_float32() -> None:
     assert 'input_precision="ieee"' in written(p, found[0]).source.text
 
 
-@pytest.mark.parametrize("name", ["one row", "one column", "float64"])
+def test_classes_of_different_numbers_of_taps_are_one_product(cases) -> None:
+    """One loop, whose end the class says; 9 taps of 4 classes of at most 4 are not 16."""
+    text = first("upsampling, 3 taps", cases).text
+    assert text.count("tl.dot") == 1
+    assert re.search(r"taps0 = \(t\d \* -1 \+ 2\)", text)
+    assert re.search(r"in range\(0, \(taps0 \* taps1( \* \d+)?\)\)", text)
+
+
+def test_classes_whose_taps_lie_elsewhere_are_branches(cases) -> None:
+    text = first("upsampling, dilated by 3", cases).text
+    assert text.count("tl.dot") == 4
+    assert text.count("else:") == 3
+
+
+def test_the_weights_of_each_class_are_laid_out_along_k(cases) -> None:
+    source = first("upsampling, many features", cases)
+    ((w, strides),) = [(t, s) for t, s in source.laid_out.items() if t.rank == 6]
+    channels, *_, taps = w.shape
+    assert strides[0] == 1
+    assert strides[5] == channels
+    assert strides[3] == channels * taps
+    assert strides[1] == channels * taps * taps
+    assert strides[2] > strides[1]
+
+
+@pytest.mark.parametrize(("kernel", "groups"), [(4, 1), (2, 1), (3, 1), (4, 2)])
+def test_no_row_of_a_wide_transposed_convolution_is_idle(kernel: int, groups: int) -> None:
+    """Classes are batches of as many rows as they have results, whatever the padding."""
+    p = upsampling((2, 32, 8, 16), 128, kernel, 2, kernel // 2, kernel % 2, groups)
+    found = ways(p)
+    assert isinstance(found, list)
+    images, height, width = 2, *p.outputs[0].shape[2:]
+    for v in found:
+        columns = prod(v.nest.tile)
+        assert v.nest.tiles * columns == images * height * width * 128, v.label
+
+
+@pytest.mark.parametrize("name", ["one row", "one column", "float64", "upsampling, depthwise"])
 def test_no_tensor_cores_for(name: str, cases) -> None:
     assert "tl.dot" not in first(name, cases).text
 
@@ -437,6 +478,13 @@ def test_programs_that_share_k_leave_zeros(cases) -> None:
 @cache
 def four_operators(n: int = 32) -> Program:
     return conv((n, 64, 56, 56), 64, order=CHAIN, dtype=DType.BF16)
+
+
+@cache
+def upsampled(kernel: int) -> Program:
+    order = ("bn", "relu")
+    more = kernel % 2
+    return upsampling((16, 256, 32, 32), 128, kernel, more=more, order=order, dtype=DType.BF16)
 
 
 @cache
@@ -494,6 +542,10 @@ def built(tmp_path_factory) -> dict[str, object]:
         "conv sm_90": ("h200", four_operators(), Options(), (32, 64, 64, 4, 3)),
         "conv sm_100": ("b200", four_operators(), Options(), None),
         "linear sm_90": ("h200", large_linear(), Options(precision="tf32x3"), (128, 128, 64, 8, 3)),
+        "upsampling sm_80": ("a100", upsampled(4), Options(), None),
+        "upsampling sm_90": ("h200", upsampled(4), Options(), None),
+        "upsampling sm_100": ("b200", upsampled(3), Options(), None),
+        "3 taps sm_90": ("h200", upsampled(3), Options(), None),
         "split sm_90": ("h200", conv((1, 512, 7, 7), 512, dtype=DType.BF16), Options(), None),
     }
     out: dict[str, object] = {}
@@ -507,8 +559,10 @@ def built(tmp_path_factory) -> dict[str, object]:
 
 @needs_triton
 @pytest.mark.parametrize(
-    "name", ["conv sm_80", "conv sm_90", "conv sm_100", "linear sm_90", "split sm_90"]
-)
+    "name",
+    ["conv sm_80", "conv sm_90", "conv sm_100", "linear sm_90", "split sm_90", "upsampling sm_80",
+     "upsampling sm_90", "upsampling sm_100", "3 taps sm_90"],
+)  # fmt: skip
 def test_it_compiles_without_spills(name: str, built) -> None:
     from onchip.backends.triton.build import Built
 

@@ -284,6 +284,7 @@ class Writer:
         raise CannotExpress(Rule.UNSUPPORTED_EXPRESSION, "", f"a {type(e).__name__.lower()}")
 
     def _call(self, e: Call) -> Tile:
+        from onchip.backends.triton.branch import emit_branch
         from onchip.backends.triton.indices import counted, wide
 
         stem = re.sub(r"\W|^_+", "", e.label) or "v"
@@ -298,8 +299,6 @@ class Writer:
                 return self.define(stem, text, axes, max(x.level, y.level))
             case Call(fn="where", args=(test, yes, no)) if reduces(yes) or reduces(no):
                 if not self.value(test).axes:
-                    from onchip.backends.triton.branch import emit_branch
-
                     return emit_branch(self, stem, self.value(test), (yes, no))
         tiles = [self.value(a) for a in e.args]
         counts = [counted(self, a) for a in e.args if a.dtype is DType.I64]
