@@ -275,9 +275,10 @@ FAULTS: dict[str, tuple[str, str, str]] = {
                                        r"in range(1, \1):\n\2"),
     "the last step of K is left out": ("linear", r"range\(0, 150, ", "range(0, 128, "),
     "a tap too few": ("upsampling, 3 taps", r"taps0 = (.*)", r"taps0 = \1 * 0 + 1"),
-    "another class's weights": ("upsampling, many features", r"t0 \* (\d+)\)\)", r"0 * \1))"),
-    "positions before the first are stored": ("upsampling", r"(m\d+) = .* - 1\) >= 0",
-                                              r"\1 = t2 == t2"),
+    "another class's weights": ("upsampling, many features", r"(t1 \* \d+) \+ t0 \* \d+ \+ i1",
+                                r"\1 + i1"),
+    "the last position is not stored": ("upsampling", r"(m\d+ = \(\(t1 \* 2\).* - 1\)) < (\d+)",
+                                        r"\1 < \2 - 1"),
     "columns of the next tile": ("product of many tiles", r"t0 = block0 \* ", "t0 = group0 * "),
 }  # fmt: skip
 

@@ -5,11 +5,12 @@ taps there are depends on the remainder alone. Where p is no multiple of s, or s
 the result, y can't be split into two axes evenly. Here it is split unevenly: y = s * q + r - p
 over all q and r, and the few positions that are outside of the result are not stored. What is read
 at (q, r) is then put where it is read, so that all of it is one stage: one product, whose columns
-are the features of all classes; or one product for each number of taps, of which r selects one.
+are the features of all classes. Products of different numbers of taps are one as well, whose taps
+end where r says; those that differ in more stay apart, and r selects one.
 
 Features of several classes side by side need q to cover the positions of all of them, one more
 than each has. Where one class has columns enough, q counts the positions of each class: it starts
-at the next one (`carry`) for remainders before p. Classes are then batches, without idle rows.
+at the next one for remainders before p. Classes are then batches, without idle rows.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from onchip.ir.expr import (
     Var,
     axis,
     loads,
+    mentioned,
     reduces,
     rewrite,
     substitute,
@@ -53,16 +55,25 @@ def by_residue(staged: tuple[Staged, ...]) -> tuple[Staged, ...]:
             readers.setdefault(t, []).append(s)
     out: dict[Tensor, Staged] = {s.tensor: s for s in staged}
     for s in staged:
-        parts = [t for t in folds if readers.get(t) == [s]]
+        places = _places(s)
+        parts = [t for t in folds if readers.get(t) == [s] and _is_part(folds[t], s, places)]
         if s.tensor in readers or not parts:
             continue
         whole = replace(s, body=inline(s.body, {t: folds[t].body for t in parts}))
-        places = _places(s)
         if places or selected(whole.body):
             out[s.tensor] = _split(whole, places)
             for t in parts:
                 del out[t]
     return tuple(out.values())
+
+
+def _is_part(fold: Staged, s: Staged, places: dict[Axis, tuple[int, int]]) -> bool:
+    """Whether elements of s read elements of their own of a fold: along each axis that is split,
+    or (nothing is) of a product."""
+    found = [ld for ld in s.loads if ld.src is fold.tensor]
+    if not places:
+        return fold.product is not None
+    return all(places.keys() <= set().union(*map(mentioned, ld.index)) for ld in found)
 
 
 def selected(e: Expr) -> set[Axis]:
@@ -104,11 +115,12 @@ def _split(s: Staged, places: dict[Axis, tuple[int, int]]) -> Staged:
     products = [as_contraction(r, joint.loops, ended=True) for r in reduces(joint.body)]
     remainders = {r for _, r in pairs.values()}
     columns = 1
-    for p in products:
-        if p is None:  # a window, which slides along q alone
+    for product in products:
+        if product is None:  # a window, which slides along q alone
             return joint
-        columns *= prod(a.extent for a in p.n_axes if a not in remainders)
-    if len(products) == 1 and not products[0].ends and columns < WIDE:
+        columns *= prod(a.extent for a in product.n_axes if a not in remainders)
+    ended = any(product.ends for product in products if product)
+    if len(products) == 1 and not ended and columns < WIDE:
         return joint
     apart = {q: axis((a.extent - 1) // places[a][1] + 1) for a, (q, _) in pairs.items()}
     starts: dict[Axis, Expr] = {

@@ -62,7 +62,8 @@ class Shape:
     elements of K, and those side by side; repeats: how often all of it happens (batches); times:
     how often one program computes it (an overlapping window); size: bytes of an operand's element;
     rate: FLOPs a nanosecond of one multiprocessor's tensor cores; split: operands are split into
-    three TF32 products in registers; shared: several programs may share K."""
+    three TF32 products in registers; shared: several programs may share K; branches: loops of which
+    a program takes one, with operands of its own each (Triton gives them no common memory)."""
 
     rows: int
     lanes: int
@@ -76,6 +77,7 @@ class Shape:
     rate: float
     split: bool
     shared: bool
+    branches: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class Choice:
     def shared_bytes(self, s: Shape) -> int:
         """Of the operands in flight."""
         flight = min(self.stages, ceil(s.depth / self.depth))
-        return flight * (self.rows + self.columns) * self.depth * s.size
+        return flight * (self.rows + self.columns) * self.depth * s.size * s.branches
 
     def registers(self, s: Shape) -> int:
         """Of one thread: sums (operands that are split have sums of their own small parts, too),
@@ -218,6 +220,7 @@ def _shape(
         rate=_rate(kind, base.precision, gpu),
         split=kind is DType.F32 and base.precision == "tf32x3",
         shared=len(found) == 1 and not serial,
+        branches=sum(x is k for x, _ in found),
     )
 
 
