@@ -189,7 +189,7 @@ def _one(r: Axis, c: int, a: Expr, b: Expr) -> Expr | None:
     """The value of a where r < c and of b elsewhere, if b is a with fewer taps."""
     (x,), (y,) = reduces(a), reduces(b)
     product = Var("product", x.dtype)
-    around = [structural_key(rewrite(e, {s: product}.get)) for e, s in ((a, x), (b, y))]
+    around = [structural_key(_with(e, s, product)) for e, s in ((a, x), (b, y))]
     (p, own), (q, other) = ended_body(x), ended_body(y)
     match p, q:
         case (Call(fn="mul", args=(left, Load() as v)), Call(fn="mul", args=(less, Load() as w))):
@@ -203,14 +203,15 @@ def _one(r: Axis, c: int, a: Expr, b: Expr) -> Expr | None:
         (i, simplify(substitute(i, alone)), simplify(substitute(j, names)))
         for i, j in zip(v.index, w.index, strict=True)
     ]
-    index = tuple(
+    chosen = [
         i if structural_key(s) == structural_key(t) else _selected(i, t, r, c) for i, s, t in same
-    )
+    ]
+    index = tuple(i for i in chosen if i is not None)
     taps = {n: k.extent for k, n in names.items()}
     ends = {k: substitute(n, names) for k, n in own.items()}
     renamed = {names[k]: substitute(n, names) for k, n in other.items()}
     keys = [{k: structural_key(n) for k, n in some.items()} for some in (ends, renamed)]
-    if None in index or keys[0] != keys[1]:
+    if len(index) < len(chosen) or keys[0] != keys[1]:
         return None
     for k in x.axes:
         fewer = k.extent - taps.get(k, 1)
@@ -221,7 +222,11 @@ def _one(r: Axis, c: int, a: Expr, b: Expr) -> Expr | None:
     if len(ends) == len(x.axes):  # none is left to be the blocks of a loop
         return None
     body = until(left * Load(v.src, index, v.pad), ends)
-    return rewrite(a, {x: Reduce("sum", x.axes, body)}.get)
+    return _with(a, x, Reduce("sum", x.axes, body))
+
+
+def _with(e: Expr, old: Expr, new: Expr) -> Expr:
+    return rewrite(e, lambda x: new if x is old else None)
 
 
 def _selected(i: Expr, j: Expr, r: Axis, c: int) -> Expr | None:
@@ -240,7 +245,7 @@ def _same_steps(
     rest of those is 0."""
     found = {steps: a for a in axes if (steps := _walk(left, a))}
     names: dict[Axis, Expr] = {b: found[s] for b in fewer if (s := _walk(less, b)) in found}
-    alone = {a: Const(0, DType.I64) for a in axes if a not in names.values()}
+    alone: dict[Axis, Expr] = {a: Const(0, DType.I64) for a in axes if a not in names.values()}
     if len(set(names.values())) != len(fewer) or len(found) != len(axes):
         return None
     a, b = (_unpadded(_over_pairs(e, m)) for e, m in ((left, alone), (less, names)))
