@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 import torch
 from tests.backends.triton_jobs import Job, bare, interpret
-from tests.fusion.harness import Program, close, op, program, value
+from tests.fusion.harness import VALUES, Program, close, op, program, stored, value
 from tests.fusion.test_convolution import POOLS, batch_norm
 
 from onchip.backends.cpp.run import region_for
+from onchip.backends.interpreter import evaluate
 from onchip.backends.triton.kernel import emit_kernel
 from onchip.backends.triton.resources import tool
 from onchip.backends.triton.source import Options, TritonSource, Variant
@@ -30,6 +31,7 @@ from onchip.fusion.refusal import Refusal
 from onchip.fusion.staging import stage
 from onchip.ir.dtype import DType
 from onchip.ir.expr import Tensor
+from onchip.ir.graph import defined_by, reads
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
@@ -85,6 +87,39 @@ def transposed(shape: tuple[int, ...], channels: int, kernel=3, dilation=1) -> P
     x, w = value(shape), value((shape[1], channels, kernel, kernel), seed=1)
     t = op("conv_transpose2d.input", x, w, None, 1, 1, 0, 1, dilation)
     return result([op("relu", t)], [w])
+
+
+def upsampling(
+    shape: tuple[int, ...], channels: int, kernel: int | tuple[int, ...] = 4, stride=2, padding=1,
+    more=0, groups=1, dilation=1, order=("relu",), before="", dtype=DType.F32, last=True,
+    derived=True,
+) -> Program:  # fmt: skip
+    """A transposed convolution with a stride, bias, and what comes behind it; more: its
+    output_padding; derived: its weight is a constant, reindexed at load."""
+    d = len(shape) - 2
+    taps = (kernel,) * d if isinstance(kernel, int) else kernel
+    x = value(shape, dtype)
+    w = value((shape[1], channels // groups, *taps), dtype, seed=1)
+    b = value((channels,), dtype, seed=2)
+    constants, residual = [w, b], []
+    name = ("conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input")[d - 1]
+    t = op(name, op(before, x) if before else x, w, b, stride, padding, more, groups, dilation)
+    for step in order:
+        if step == "bn":
+            t = batch_norm(t, constants)
+        elif step == "add":
+            residual.append(value(t.shape, dtype, seed=7))
+            t = op("add.Tensor", t, residual[-1])
+        else:
+            t = op(step, t)
+    if derived:
+        for taps in defined_by([t], list(VALUES)):
+            if set(reads(taps)) == {w}:
+                (values,) = evaluate([taps], {w: VALUES[w]})
+                VALUES[taps] = stored(values, dtype)
+                constants.append(taps)
+    strides = {y: channels_last(y.shape) for y in (x, t, *residual)} if last else {}
+    return result([t], constants, strides)
 
 
 def patches(dtype: DType) -> Program:
@@ -158,6 +193,39 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "conv3d of 3 channels": lambda: conv_3d((1, 3, 5, 6, 7), 18, (3, 3, 3), 2),
     "transposed conv": lambda: transposed((1, 35, 5, 6), 20),
     "transposed conv, dilated": lambda: transposed((1, 33, 5, 6), 20, dilation=2),
+    "upsampling": lambda: upsampling((1, 35, 5, 6), 20),
+    "upsampling, NCHW": lambda: upsampling((2, 17, 3, 5), 5, last=False),
+    "upsampling, float16": lambda: upsampling((2, 16, 3, 5), 9, dtype=DType.F16),
+    "upsampling, many features":
+        lambda: upsampling((2, 17, 4, 3), 70, order=("bn", "relu", "add"), before="relu"),
+    "upsampling, many features, NCHW": lambda: upsampling((1, 5, 4, 3), 67, last=False),
+    "upsampling, 2 taps": lambda: upsampling((2, 32, 3, 5), 17, 2, padding=0),
+    "upsampling, 2 taps, cut off": lambda: upsampling((2, 32, 3, 5), 70, 2, padding=1),
+    "upsampling, 3 taps": lambda: upsampling((2, 17, 4, 5), 33, 3),
+    "upsampling, 3 taps, even":
+        lambda: upsampling((1, 3, 4, 5), 70, 3, more=1, order=("bn", "relu", "add")),
+    "upsampling, 3 taps, not padded": lambda: upsampling((2, 33, 4, 5), 20, 3, padding=0),
+    "upsampling, 3 taps, bfloat16": lambda: upsampling((1, 64, 4, 5), 33, 3, dtype=DType.BF16),
+    "upsampling, 5 taps by 3": lambda: upsampling((1, 20, 4, 5), 17, 5, 3, 2, 1),
+    "upsampling, 3 taps by 4": lambda: upsampling((1, 20, 4, 5), 17, 3, 4),
+    "upsampling, two kinds": lambda: upsampling((1, 20, 4, 5), 17, (3, 4)),
+    "upsampling, dilated": lambda: upsampling((1, 20, 4, 5), 17, 3, dilation=2),
+    "upsampling, dilated by 3": lambda: upsampling((1, 20, 4, 5), 17, 3, dilation=3),
+    "upsampling, 2 groups": lambda: upsampling((1, 34, 4, 5), 40, groups=2),
+    "upsampling, 2 wide groups, 3 taps": lambda: upsampling((1, 34, 4, 5), 140, 3, groups=2),
+    "upsampling, depthwise": lambda: upsampling((1, 33, 4, 5), 33, groups=33),
+    "upsampling, depthwise, 3 taps": lambda: upsampling((1, 33, 4, 5), 33, 3, groups=33),
+    "upsampling, one feature": lambda: upsampling((1, 33, 4, 5), 1, order=("sigmoid",)),
+    "upsampling, one feature, 3 taps": lambda: upsampling((1, 33, 4, 5), 1, 3),
+    "upsampling 1d": lambda: upsampling((2, 33, 7), 20, 16, 8, 4),
+    "upsampling 1d, many features": lambda: upsampling((2, 33, 7), 70, 16, 8, 4),
+    "upsampling 3d": lambda: upsampling((1, 17, 3, 2, 4), 20),
+    "upsampling 3d, 3 taps": lambda: upsampling((1, 17, 3, 2, 4), 20, 3),
+    "upsampling by a weight that is no constant":
+        lambda: upsampling((1, 20, 4, 5), 17, derived=False),
+    "upsampling, 3 taps of a weight that is no constant":
+        lambda: upsampling((1, 20, 4, 5), 17, 3, derived=False),
+    "upsampling of nothing": lambda: upsampling((0, 17, 3, 2), 20),
     "patches": lambda: patches(DType.F32),
     "patches, float16": lambda: patches(DType.F16),
     "linear": lambda: linear(37, 150, 70),
@@ -190,6 +258,9 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "K split: conv and pool": lambda: conv((1, 64, 6, 6), 40, order=CHAIN),
     "K split: linear": lambda: linear(5, 300, 70),
     "K split: batches": lambda: matmul((2, 17, 300), (2, 300, 20)),
+    "K split: upsampling": lambda: upsampling((1, 70, 3, 4), 20),
+    "K split: upsampling, many features": lambda: upsampling((1, 70, 3, 4), 70),
+    "K split: upsampling, 3 taps": lambda: upsampling((1, 70, 3, 4), 20, 3),
     "K split: softmax": lambda: linear(7, 300, 20, ("softmax",)),
 }  # fmt: skip
 
@@ -203,6 +274,11 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "one program's sums are missing": ("K split: linear", r"in range\(0, (\d+)\):\n( *acc\d+ \+=)",
                                        r"in range(1, \1):\n\2"),
     "the last step of K is left out": ("linear", r"range\(0, 150, ", "range(0, 128, "),
+    "a tap too few": ("upsampling, 3 taps", r"taps0 = (.*)", r"taps0 = \1 * 0 + 1"),
+    "another class's weights": ("upsampling, many features", r"(t1 \* \d+) \+ t0 \* \d+ \+ i1",
+                                r"\1 + i1"),
+    "the last position is not stored": ("upsampling", r"(m\d+ = \(\(t1 \* 2\).* - 1\)) < (\d+)",
+                                        r"\1 < \2 - 1"),
     "columns of the next tile": ("product of many tiles", r"t0 = block0 \* ", "t0 = group0 * "),
 }  # fmt: skip
 
@@ -346,7 +422,44 @@ def test_the_interpreter_gets_float32() -> None:
     assert 'input_precision="ieee"' in written(p, found[0]).source.text
 
 
-@pytest.mark.parametrize("name", ["one row", "one column", "float64"])
+def test_classes_of_different_numbers_of_taps_are_one_product(cases) -> None:
+    """One loop, whose end the class says; 9 taps of 4 classes of at most 4 are not 16."""
+    text = first("upsampling, 3 taps", cases).text
+    assert text.count("tl.dot") == 1
+    assert re.search(r"taps0 = \(t\d \* -1 \+ 2\)", text)
+    assert re.search(r"in range\(0, \(taps0 \* taps1( \* \d+)?\)\)", text)
+
+
+def test_classes_whose_taps_lie_elsewhere_are_branches(cases) -> None:
+    text = first("upsampling, dilated by 3", cases).text
+    assert text.count("tl.dot") == 4
+    assert text.count("else:") == 3
+
+
+def test_the_weights_of_each_class_are_laid_out_along_k(cases) -> None:
+    source = first("upsampling, many features", cases)
+    ((w, strides),) = [(t, s) for t, s in source.laid_out.items() if t.rank == 6]
+    channels, *_, taps = w.shape
+    assert strides[0] == 1
+    assert strides[5] == channels
+    assert strides[3] == channels * taps
+    assert strides[1] == channels * taps * taps
+    assert strides[2] > strides[1]
+
+
+@pytest.mark.parametrize(("kernel", "groups"), [(4, 1), (2, 1), (3, 1), (4, 2)])
+def test_no_row_of_a_wide_transposed_convolution_is_idle(kernel: int, groups: int) -> None:
+    """Classes are batches of as many rows as they have results, whatever the padding."""
+    p = upsampling((2, 32, 8, 16), 128, kernel, 2, kernel // 2, kernel % 2, groups)
+    found = ways(p)
+    assert isinstance(found, list)
+    images, height, width = 2, *p.outputs[0].shape[2:]
+    for v in found:
+        columns = prod(v.nest.tile)
+        assert v.nest.tiles * columns == images * height * width * 128, v.label
+
+
+@pytest.mark.parametrize("name", ["one row", "one column", "float64", "upsampling, depthwise"])
 def test_no_tensor_cores_for(name: str, cases) -> None:
     assert "tl.dot" not in first(name, cases).text
 
@@ -366,6 +479,13 @@ def test_programs_that_share_k_leave_zeros(cases) -> None:
 @cache
 def four_operators(n: int = 32) -> Program:
     return conv((n, 64, 56, 56), 64, order=CHAIN, dtype=DType.BF16)
+
+
+@cache
+def upsampled(kernel: int) -> Program:
+    order = ("bn", "relu")
+    more = kernel % 2
+    return upsampling((16, 256, 32, 32), 128, kernel, more=more, order=order, dtype=DType.BF16)
 
 
 @cache
@@ -423,6 +543,10 @@ def built(tmp_path_factory) -> dict[str, object]:
         "conv sm_90": ("h200", four_operators(), Options(), (32, 64, 64, 4, 3)),
         "conv sm_100": ("b200", four_operators(), Options(), None),
         "linear sm_90": ("h200", large_linear(), Options(precision="tf32x3"), (128, 128, 64, 8, 3)),
+        "upsampling sm_80": ("a100", upsampled(4), Options(), None),
+        "upsampling sm_90": ("h200", upsampled(4), Options(), None),
+        "upsampling sm_100": ("b200", upsampled(3), Options(), None),
+        "3 taps sm_90": ("h200", upsampled(3), Options(), None),
         "split sm_90": ("h200", conv((1, 512, 7, 7), 512, dtype=DType.BF16), Options(), None),
     }
     out: dict[str, object] = {}
@@ -436,8 +560,10 @@ def built(tmp_path_factory) -> dict[str, object]:
 
 @needs_triton
 @pytest.mark.parametrize(
-    "name", ["conv sm_80", "conv sm_90", "conv sm_100", "linear sm_90", "split sm_90"]
-)
+    "name",
+    ["conv sm_80", "conv sm_90", "conv sm_100", "linear sm_90", "split sm_90", "upsampling sm_80",
+     "upsampling sm_90", "upsampling sm_100", "3 taps sm_90"],
+)  # fmt: skip
 def test_it_compiles_without_spills(name: str, built) -> None:
     from onchip.backends.triton.build import Built
 

@@ -7,8 +7,9 @@ import torch
 from tests.conformance.aten import check, express, randn
 
 from onchip.errors import OpaqueOperator
-from onchip.ir.expr import Load, reduces
-from onchip.ops.convolution import phases
+from onchip.ir.dtype import DType
+from onchip.ir.expr import Const, Load, reduces
+from onchip.ops.convolution import phases, tap_of
 
 CONV2D = [
     # x, weight, stride, padding, dilation, groups
@@ -119,8 +120,9 @@ def test_phases_cover_every_tap_once(k, s, d):
         q, r = divmod(y, s)
         (group,) = [g for g in phases(k, s, d) if g.first <= r < g.first + g.count]
         for t in range(group.taps):
-            tap = group.start + (r - group.first) + group.step * t
-            reads.add((y, q + group.offset - group.reach * t, tap))
+            tap = tap_of(Const(r, DType.I64), Const(t, DType.I64), s, d)
+            assert isinstance(tap, Const)
+            reads.add((y, q + group.offset - group.reach * t, tap.value))
     wanted = {(y, (y - t * d) // s, t) for y in range(40) for t in range(k) if (y - t * d) % s == 0}
     assert reads == wanted
 

@@ -88,7 +88,9 @@ def test_faces_are_found():
 
 @pytest.mark.parametrize("name", pipelines.PIPELINES)
 def test_pipelines(name):
-    shape = {1: "^".join("35"), 2: "3x17", 4: "2x3x9x11"}[len(pipelines.PIPELINES[name].shape)]
+    shape = {1: "^".join("35"), 2: "3x17", 3: "2x3x35", 4: "2x3x9x11"}[
+        len(pipelines.PIPELINES[name].shape)
+    ]
     (out,) = check(f"pipeline:{name}:{shape}")
     assert out.numel() > 0
 

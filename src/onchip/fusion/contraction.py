@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from onchip.ir.dtype import DType
-from onchip.ir.expr import Axis, Call, Expr, Load, Reduce, mentioned, reduces, walk
+from onchip.ir.expr import Axis, Call, Const, Expr, Load, Reduce, mentioned, reduces, walk, where
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Contraction:
-    """`reduce` is sum over k_axes of left * right.
+    """`reduce` is sum over k_axes of left * right, where `ends` names some of those axes over
+    their values below a number that depends on batch axes only.
 
     m_axes  free axes only the left operand mentions (rows)
     n_axes  free axes only the right operand mentions (columns)
@@ -24,6 +26,7 @@ class Contraction:
     n_axes: tuple[Axis, ...]
     b_axes: tuple[Axis, ...]
     k_axes: tuple[Axis, ...]
+    ends: Mapping[Axis, Expr] = field(default_factory=dict)
 
 
 def find_contraction(body: Expr, axes: tuple[Axis, ...]) -> Contraction | None:
@@ -35,10 +38,12 @@ def find_contraction(body: Expr, axes: tuple[Axis, ...]) -> Contraction | None:
     return as_contraction(found[0], axes)
 
 
-def as_contraction(r: Reduce, axes: tuple[Axis, ...]) -> Contraction | None:
+def as_contraction(r: Reduce, axes: tuple[Axis, ...], ended: bool = False) -> Contraction | None:
+    """ended: axes of the sum may end early (see `until`)."""
     if r.monoid != "sum" or r.dtype not in (DType.F32, DType.F64):
         return None
-    match r.body:
+    body, ends = ended_body(r) if ended else (r.body, {})
+    match body:
         case Call(fn="mul", args=(a, b)):
             pass
         case _:
@@ -56,8 +61,28 @@ def as_contraction(r: Reduce, axes: tuple[Axis, ...]) -> Contraction | None:
         return None
     if (ka - left) or (ka - right):
         return None  # a k axis that one side does not read: the other could be summed first
-    order = [x for x in axes]
-    m = tuple(x for x in order if x in left and x not in right)
-    n = tuple(x for x in order if x in right and x not in left)
-    both = tuple(x for x in order if x in left and x in right)
-    return Contraction(r, a, b, m, n, both, r.axes)
+    alike = (left & right).union(*map(mentioned, ends.values()))
+    m = tuple(x for x in axes if x in left and x not in alike)
+    n = tuple(x for x in axes if x in right and x not in alike)
+    both = tuple(x for x in axes if x in alike)
+    return Contraction(r, a, b, m, n, both, r.axes, ends)
+
+
+def until(body: Expr, ends: Mapping[Axis, Expr]) -> Expr:
+    """What is summed, over the values of some axes below an end only."""
+    for a, end in ends.items():
+        body = where(Call("lt", (a, end), DType.BOOL), body, 0.0)
+    return body
+
+
+def ended_body(r: Reduce) -> tuple[Expr, dict[Axis, Expr]]:
+    """The body of a sum without the conditions that `until` puts around it, and the ends."""
+    body, ends = r.body, {}
+    while True:
+        match body:
+            case Call(
+                fn="where", args=(Call(fn="lt", args=(Axis() as a, end)), inner, Const(value=0))
+            ) if a in r.axes and a not in ends and not mentioned(end) & set(r.axes):
+                ends[a], body = end, inner
+            case _:
+                return body, ends

@@ -72,6 +72,7 @@ class Partitioner:
 
     def _single(self, n: Node) -> Group:
         group = Group([n], bool(n.opaque) or not supported(n) or n in self.addressed)
+        kinds: set[bool] = set()
         for t in n.tensors:
             group.size += operations(t.body)  # type: ignore[arg-type]
             for r in reduces(t.body):  # type: ignore[arg-type]
@@ -79,8 +80,9 @@ class Partitioner:
                     continue
                 sides = [loads(a) for a in r.body.args]  # type: ignore[attr-defined]
                 fixed = any(all(ld.src in self.constants for ld in side) for side in sides)
-                group.products += fixed
-                group.inner_products += not fixed
+                kinds.add(fixed)
+        # parts of one operator, such as a transposed convolution's, count once
+        group.products, group.inner_products = int(True in kinds), int(False in kinds)
         return group
 
     def region(self, nodes: list[Node]) -> Region:

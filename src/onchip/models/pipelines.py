@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -157,6 +158,21 @@ def bn_relu(shape: tuple[int, ...]) -> nn.Module:
     return Stages(bn=nn.BatchNorm2d(shape[1]), relu=nn.ReLU())
 
 
+def upsample(shape: tuple[int, ...], kernel: int = 4, padding: int = 1) -> nn.Module:
+    """A decoder's step: [n, c, h, w] → [n, c/2, 2h, 2w] by a transposed convolution, BatchNorm,
+    ReLU."""
+    more = 2 * padding + 2 - kernel
+    features = max(shape[1] // 2, 1)
+    conv = nn.ConvTranspose2d(shape[1], features, kernel, 2, padding, more)
+    return Stages(conv=conv, bn=nn.BatchNorm2d(features), relu=nn.ReLU())
+
+
+def vocoder(shape: tuple[int, ...]) -> nn.Module:
+    """A vocoder's first step: [n, c, t] → [n, c/2, 8t], LeakyReLU on both sides."""
+    conv = nn.ConvTranspose1d(shape[1], max(shape[1] // 2, 1), 16, 8, 4)
+    return Stages(before=nn.LeakyReLU(0.1), conv=conv, after=nn.LeakyReLU(0.1))
+
+
 class TransposeAdd(nn.Module):
     """x transposed + y: inputs [c, n] and [n, c]."""
 
@@ -257,6 +273,10 @@ PIPELINES = {
     "groupnorm-silu": Pipeline(groupnorm_silu, (16, 256, 32, 32), rank=4),
     "bn-relu": Pipeline(bn_relu, IMAGES, rank=4),
     "max-pool": Pipeline(lambda shape: nn.MaxPool2d(3, stride=2, padding=1), IMAGES, rank=4),
+    "upsample": Pipeline(upsample, (16, 256, 32, 32), rank=4),
+    "upsample-2-taps": Pipeline(partial(upsample, kernel=2, padding=0), (16, 256, 32, 32), rank=4),
+    "upsample-3-taps": Pipeline(partial(upsample, kernel=3), (16, 256, 32, 32), rank=4),
+    "vocoder": Pipeline(vocoder, (16, 512, 256), rank=3),
     "transpose-add": Pipeline(lambda shape: TransposeAdd(), (2048, 2048), rank=2, draw=_crossed),
     "column-sum": Pipeline(lambda shape: ColumnSum(), (8192, 1024), rank=2),
     "bias-gelu-residual-layernorm": Pipeline(BiasGeluResidualNorm, (8192, 1024), inputs=2),
@@ -279,7 +299,8 @@ def load(name: str, batch: int | None) -> Model:
     pipeline, text = _find(plain)
     shape = _shape(name, text) if text else pipeline.shape
     if pipeline.rank not in (None, len(shape)):
-        form = "[n, c, h, w], such as 16x64x56x56" if pipeline.rank == 4 else "[n, c]"
+        forms = {4: "[n, c, h, w], such as 16x64x56x56", 3: "[n, c, t]"}
+        form = forms.get(pipeline.rank or 0, "[n, c]")
         raise UnknownModel(f"pipeline:{name}: it takes {form}")
     if batch is not None:
         if len(shape) == 1:

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from onchip.errors import OpaqueOperator
 from onchip.ir.dtype import DType
@@ -126,15 +127,13 @@ class Phases:
     """Along one dimension of a transposed convolution: the outputs y with
     first <= (y + padding) % stride < first + count, which read `taps` taps each.
 
-    With q = (y + padding) // stride and r = (y + padding) % stride - first, tap t multiplies
-    weight[start + r + step * t] by input[q + offset - reach * t].
+    With q = (y + padding) // stride, tap t of a phase (see tap_of) multiplies
+    input[q + offset - reach * t].
     """
 
     first: int
     count: int
     taps: int
-    start: int
-    step: int
     reach: int
     offset: int
 
@@ -142,22 +141,30 @@ class Phases:
 def phases(kernel: int, stride: int, dilation: int) -> list[Phases]:
     """The groups of output phases of one dimension, covering 0..stride-1 in order."""
     if stride == 1:
-        return [Phases(0, 1, kernel, 0, 1, dilation, 0)]
+        return [Phases(0, 1, kernel, dilation, 0)]
     if dilation == 1:
         short = kernel % stride
         groups = [
-            Phases(0, short, kernel // stride + 1, 0, stride, 1, 0),
-            Phases(short, stride - short, kernel // stride, short, stride, 1, 0),
+            Phases(0, short, kernel // stride + 1, 1, 0),
+            Phases(short, stride - short, kernel // stride, 1, 0),
         ]
         return [g for g in groups if g.count]
-    common = math.gcd(stride, dilation)
+    reach = dilation // math.gcd(stride, dilation)
     out = []
     for r in range(stride):
         taps = [k for k in range(kernel) if (r - k * dilation) % stride == 0]
         start = taps[0] if taps else 0
-        reach, offset = dilation // common, (r - start * dilation) // stride
-        out.append(Phases(r, 1, len(taps), start, stride // common, reach, offset))
+        out.append(Phases(r, 1, len(taps), reach, (r - start * dilation) // stride))
     return out
+
+
+def tap_of(phase: Expr, t: Expr, stride: int, dilation: int) -> Expr:
+    """Which element of the kernel is tap t of a phase (that has any): those k with
+    k * dilation % stride == phase, in order."""
+    common = math.gcd(stride, dilation)
+    step = stride // common
+    inverse = pow(dilation // common, -1, step)
+    return phase // common * inverse % step + t * step
 
 
 @op("aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input")
@@ -182,15 +189,15 @@ def conv_transpose(
         (size - 1) * s - 2 * p + d * (k - 1) + e + 1
         for size, s, p, d, k, e in zip(space, steps, pads, spread, kernel, extra, strict=True)
     )
-    gather = Gather(x, weight, bias, groups, out, steps, pads)
+    gather = Gather(x, weight, bias, groups, out, steps, pads, spread)
     choices = [phases(*a) for a in zip(kernel, steps, spread, strict=True)]
-    parts = [(c, gather.part(c)) for c in itertools.product(*choices)]
+    parts = {c: gather.part(c) for c in itertools.product(*choices)}
     if len(parts) == 1 and groups == 1 and all(s == 1 for s in steps):
-        return parts[0][1]
+        return next(iter(parts.values()))
     return gather.interleave(parts)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Gather:
     """The output positions of a transposed convolution, computed phase group by phase group."""
 
@@ -201,6 +208,7 @@ class Gather:
     out: tuple[int, ...]
     steps: tuple[int, ...]
     pads: tuple[int, ...]
+    spread: tuple[int, ...]
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -219,7 +227,6 @@ class Gather:
         dims = [e for span, c in zip(spans, combo, strict=True) for e in self._pair(span, c)]
         split = (self.groups,) if self.groups > 1 else ()
         shape = (*self.lead, *split, self.width, *dims)
-        weight = self._taps(combo)
 
         def element(*i: Expr) -> Expr:
             k = len(self.lead)
@@ -229,7 +236,7 @@ class Gather:
             for c in combo:
                 at.append(rest.pop(0))
                 phase.append([rest.pop(0)] if c.count > 1 else [])
-            value = self._sum(weight, combo, i[:k], g, f, at, phase)
+            value = self._sum(combo, i[:k], g, f, at, phase)
             return value if self.bias is None else value + self.bias[g * self.width + f]
 
         return tensor(shape, self.x.dtype, element, "conv_transpose")
@@ -238,22 +245,26 @@ class Gather:
     def _pair(span: int, c: Phases) -> tuple[int, ...]:
         return (span, c.count) if c.count > 1 else (span,)
 
-    def _taps(self, combo: Sequence[Phases]) -> Tensor:
-        """The weight as [C, width, (phase, tap) of each dimension]: a parameter, reindexed."""
-        if all(c.count == 1 and c.start == 0 and c.step == 1 for c in combo):
+    @cached_property
+    def taps(self) -> Tensor:
+        """The weight as [C, width, (phase, tap) of each dimension with a stride]: a parameter,
+        reindexed; zeros where a phase has fewer taps than others."""
+        if all(s == 1 for s in self.steps):
             return self.weight
-        dims = [e for c in combo for e in (*self._pair(c.count, c)[:-1], c.taps)]
+        dims: list[int] = []
+        for k, s, d in zip(self.weight.shape[2:], self.steps, self.spread, strict=True):
+            dims += [k] if s == 1 else [s, max(p.taps for p in phases(k, s, d))]
 
         def element(c: Expr, f: Expr, *i: Expr) -> Expr:
             rest, at = list(i), []
-            for p in combo:
-                r = rest.pop(0) if p.count > 1 else Const(0, DType.I64)
-                at.append(r + rest.pop(0) * p.step + p.start)
-            return self.weight[(c, f, *at)]
+            for s, d in zip(self.steps, self.spread, strict=True):
+                first = rest.pop(0)
+                at.append(first if s == 1 else tap_of(first, rest.pop(0), s, d))
+            return guarded(self.weight, (c, f, *at), 0.0)
 
         return tensor((*self.weight.shape[:2], *dims), self.weight.dtype, element, "taps")
 
-    def _sum(self, weight, combo, n, g, f, at, phase) -> Expr:
+    def _sum(self, combo, n, g, f, at, phase) -> Expr:
         depth = self.x.shape[len(self.lead)] // self.groups
         if any(c.taps == 0 for c in combo):
             return Const(0.0, self.x.dtype.compute)
@@ -265,43 +276,43 @@ class Gather:
                 q + (start + p.offset) - i * p.reach
                 for q, start, p, i in zip(at, starts, combo, t, strict=True)
             ]
-            tap = [e for r, i in zip(phase, t, strict=True) for e in (*r, i)]
-            return guarded(self.x, (*n, channel, *read), 0.0) * weight[(channel, f, *tap)]
+            tap: list[Expr] = []
+            for s, p, r, i in zip(self.steps, combo, phase, t, strict=True):
+                tap += [i] if s == 1 else [sum(r, Const(p.first, DType.I64)), i]
+            return guarded(self.x, (*n, channel, *read), 0.0) * self.taps[(channel, f, *tap)]
 
         taps = [c.taps for c in combo]
         if depth == 1:
             return fold("sum", taps, lambda *t: term(Const(0, DType.I64), *t))
         return fold("sum", (depth, *taps), term)
 
-    def interleave(self, parts: list[tuple[tuple[Phases, ...], Tensor]]) -> Tensor:
+    def interleave(self, parts: dict[tuple[Phases, ...], Tensor]) -> Tensor:
         """Each output position read from the phase group that holds it."""
         k, features = len(self.lead), self.groups * self.width
+        choices = [list(dict.fromkeys(c)) for c in zip(*parts, strict=True)]
 
         def element(*i: Expr) -> Expr:
             shifted = [y + p % s for y, p, s in zip(i[k + 1 :], self.pads, self.steps, strict=True)]
             split = (i[k] // self.width, i[k] % self.width) if self.groups > 1 else (i[k],)
-            value: Expr | None = None
-            for combo, part in reversed(parts):
-                at: list[Expr] = []
-                inside: list[Expr] = []
-                for z, s, c in zip(shifted, self.steps, combo, strict=True):
-                    at.append(z // s)
-                    if c.count > 1:
-                        at.append(z % s - c.first)
-                    if c.first + c.count < s:
-                        inside.append(compare("lt", z % s, c.first + c.count))
-                read = guarded(part, (*i[:k], *split, *at), 0.0)
-                value = read if value is None else _select(inside, read, value)
-            assert value is not None
-            return value
+
+            def chosen(combo: tuple[Phases, ...]) -> Expr:
+                """What the position reads, its phase groups along the first dimensions known."""
+                if len(combo) == len(shifted):
+                    at: list[Expr] = []
+                    for z, s, c in zip(shifted, self.steps, combo, strict=True):
+                        at += [z // s, z % s - c.first] if c.count > 1 else [z // s]
+                    return guarded(parts[combo], (*i[:k], *split, *at), 0.0)
+                phase = shifted[len(combo)] % self.steps[len(combo)]
+                *some, last = choices[len(combo)]
+                value = chosen((*combo, last))
+                for c in reversed(some):
+                    test = compare("lt", phase, c.first + c.count)
+                    value = where(test, chosen((*combo, c)), value)
+                return value
+
+            return chosen(())
 
         return tensor((*self.lead, features, *self.out), self.x.dtype, element, "conv_transpose")
-
-
-def _select(conditions: list[Expr], a: Expr, b: Expr) -> Expr:
-    for c in conditions:
-        a = where(c, a, b)
-    return a
 
 
 def _check(what: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

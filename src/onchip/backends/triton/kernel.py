@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import ceil, prod
 
 from onchip.backends.triton import spelling
-from onchip.backends.triton.indices import stored
+from onchip.backends.triton.indices import inside, stored
 from onchip.backends.triton.phases import (
     counters,
     emit_barrier,
@@ -38,7 +38,7 @@ from onchip.backends.triton.writer import CannotExpress, Place, Scope, Tile, Wri
 from onchip.fusion.nest import Nest, Span
 from onchip.fusion.online import as_online
 from onchip.fusion.refusal import Refusal, Rule
-from onchip.ir.expr import Axis, Tensor, axis, loads
+from onchip.ir.expr import Axis, Load, Tensor, axis, loads
 from onchip.ir.index import bounds
 
 Strides = tuple[int, ...]
@@ -315,7 +315,8 @@ def _store(w: Writer, k: Kept, value: Tile) -> None:
     bound = [b for a in st.staged.loops if (b := w.bound(a)) is not None]
     axes = w.union(*(b.tile for b in bound))
     at = w.whole(w.address(st.tensor, st.staged.store), axes, w.integer)
-    mask = w.all_of([b.mask for b in bound if b.mask is not None])
+    within = inside(w, Load(st.tensor, st.staged.store, 0))  # of an axis that was split unevenly
+    mask = w.all_of([b.mask for b in bound if b.mask is not None] + within)
     guard = f", mask={w.onto(mask, axes)}" if mask is not None else ""
     text = w.whole(value, axes, spelling.TYPES[st.tensor.dtype.compute])
     w.line(f"tl.store({w.pointers[st.tensor]} + {at}, {text}{guard})")

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from math import prod
 
 from onchip.backends.triton.writer import CannotExpress, Range, power_of_two
-from onchip.fusion.contraction import Contraction, as_contraction, find_contraction
+from onchip.fusion.contraction import Contraction, as_contraction
 from onchip.fusion.inline import inline
 from onchip.fusion.nest import Nest, Span, Stage
 from onchip.fusion.refusal import Rule
+from onchip.fusion.residues import selected
 from onchip.ir.dtype import DType
 from onchip.ir.expr import Axis, Const, Expr, Load, Reduce, Tensor, loads, mentioned, reduces
 from onchip.ir.index import linear, structural_key
@@ -156,9 +157,13 @@ def _overlaps(i: Expr, own: set[Axis], inner: set[Axis]) -> bool:
 
 
 def products(nest: Nest) -> list[tuple[Stage, Contraction]]:
-    """The matrix products of a nest, with the stages that hold them."""
-    found = [(st, find_contraction(st.staged.body, st.staged.loops)) for st in nest.stages]
-    return [(st, c) for st, c in found if c is not None]
+    """The matrix products of a nest, with the stages that hold them: one, or several of which
+    each program selects one."""
+    out: list[tuple[Stage, Contraction]] = []
+    for st in nest.stages:
+        found = [as_contraction(r, st.staged.loops, ended=True) for r in reduces(st.staged.body)]
+        out += [(st, c) for c in found if c is not None and None not in found]
+    return out
 
 
 def sides(nest: Nest) -> dict[Axis, str]:
@@ -171,6 +176,8 @@ def sides(nest: Nest) -> dict[Axis, str]:
             for atom in (x for a in axes for x, _ in linear(spans[a].origin).terms):
                 if atom in nest.tile_axes:
                     out[atom] = side  # type: ignore[index]
+        for atom in (x for a in selected(st.staged.body) for x, _ in linear(spans[a].origin).terms):
+            out[atom] = "batch"  # type: ignore[index]
     return out
 
 
@@ -182,7 +189,7 @@ def contractions(kept: list[Kept]) -> list[tuple[Kept, Contraction]]:
         ranges = axis_ranges(k)
         for r in reduces(k.body):
             free = tuple({**ranges, **dict.fromkeys(inner - set(r.axes))})
-            c = as_contraction(r, free)
+            c = as_contraction(r, free, ended=True)
             if c is not None:
                 out.append((k, c))
     return out

@@ -167,21 +167,23 @@ def _open_step(w: Writer, steps: Steps) -> Tile | None:
     the inner one to a block. Gives which elements of the block exist."""
     first, inner, width = "", steps.inner, steps.width
     split = w.options.split
+    sizes = [_taps(w, steps.product, a) for a in steps.taps]
     if steps.count > 1 or split > 1:
         first = w.fresh("k")
+        count = _times([*sizes, str(steps.blocks)])
         if split > 1:
-            each = ceil(steps.count / split)
-            end = f"tl.minimum(part * {each} + {each}, {steps.count})"
+            each = f"(({count} + {split - 1}) // {split})"
+            each = each if steps.product.ends else str(ceil(steps.count / split))
+            end = f"tl.minimum(part * {each} + {each}, {count})"
             w.open(f"for {first} in range(part * {each}, {end}):")
         elif steps.taps:
-            w.open(f"for {first} in range(0, {steps.count}):")
+            w.open(f"for {first} in range(0, {count}):")
         else:
             w.open(f"for {first} in range(0, {inner.extent}, {width}):")
-    rest = steps.count
-    for n, a in enumerate(steps.taps):
-        rest //= a.extent
-        at = f"{first} // {rest}" if rest > 1 else first
-        at = at if n == 0 else f"{at} % {a.extent}"
+    for n, (a, size) in enumerate(zip(steps.taps, sizes, strict=True)):
+        rest = _times([*sizes[n + 1 :], str(steps.blocks)])
+        at = f"{first} // {rest}" if rest != "1" else first
+        at = at if n == 0 else f"{at} % {size}"
         tap = w.define("tap", at, (), w.depth) if a.extent > 1 else Tile("0")
         w.bind(a, Bound(tap), 1)
     if steps.taps and first:
@@ -195,6 +197,24 @@ def _open_step(w: Writer, steps: Steps) -> Tile | None:
     exists = w.tested(number, [f"< {inner.extent}"] if inner.extent % width else [])
     w.bind(inner, Bound(number, exists), 1)
     return exists
+
+
+def _taps(w: Writer, c: Contraction, a: Axis) -> str:
+    """How many values a scalar K axis has: a number, or a scalar's name."""
+    if a not in c.ends:
+        return str(a.extent)
+    end = w.index(c.ends[a])
+    if end.axes:
+        raise CannotExpress(Rule.CONTRACTION_FORM, "", "rows that end at different elements of K")
+    return w.define("taps", end.text, (), end.level).text
+
+
+def _times(factors: list[str]) -> str:
+    """A product of numbers and names, bracketed."""
+    number = prod(int(f) for f in factors if f.isdigit())
+    names = [f for f in factors if not f.isdigit()]
+    parts = [*names, str(number)] if number > 1 or not names else names
+    return parts[0] if len(parts) == 1 else f"({' * '.join(parts)})"
 
 
 def _operand(w: Writer, e: Expr, axes: Axes, exists: Tile | None, kind: DType) -> str:

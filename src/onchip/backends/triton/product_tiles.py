@@ -21,6 +21,7 @@ from onchip.backends.triton.placement import (
 )
 from onchip.backends.triton.source import Options, Variant
 from onchip.backends.triton.writer import power_of_two
+from onchip.fusion.contraction import Contraction
 from onchip.fusion.machine import Gpu
 from onchip.fusion.nest import Nest, build_nest
 from onchip.fusion.refusal import Refusal
@@ -61,7 +62,8 @@ class Shape:
     elements of K, and those side by side; repeats: how often all of it happens (batches); times:
     how often one program computes it (an overlapping window); size: bytes of an operand's element;
     rate: FLOPs a nanosecond of one multiprocessor's tensor cores; split: operands are split into
-    three TF32 products in registers; shared: several programs may share K."""
+    three TF32 products in registers; shared: several programs may share K; branches: loops of which
+    a program takes one, with operands of its own each (Triton gives them no common memory)."""
 
     rows: int
     lanes: int
@@ -75,6 +77,7 @@ class Shape:
     rate: float
     split: bool
     shared: bool
+    branches: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ class Choice:
     def shared_bytes(self, s: Shape) -> int:
         """Of the operands in flight."""
         flight = min(self.stages, ceil(s.depth / self.depth))
-        return flight * (self.rows + self.columns) * self.depth * s.size
+        return flight * (self.rows + self.columns) * self.depth * s.size * s.branches
 
     def registers(self, s: Shape) -> int:
         """Of one thread: sums (operands that are split have sums of their own small parts, too),
@@ -152,14 +155,22 @@ def _best(shape: Shape, gpu: Gpu) -> list[Choice]:
 
 def by_dot(kept: list[Kept]) -> bool:
     """Whether tl.dot is the way to compute the products of a nest. One row or one column is a fold
-    that is bound by memory, and there are no tensor cores for float64 in Triton."""
+    that is bound by memory, so are a few taps of each channel by itself, and there are no tensor
+    cores for float64 in Triton."""
     found = contractions(kept)
     return bool(found) and all(
         c.reduce.dtype is DType.F32
         and prod(a.extent for a in c.m_axes) > 1
         and prod(a.extent for a in c.n_axes) > 1
+        and not _channel_by_channel(c)
         for _, c in found
     )
+
+
+def _channel_by_channel(c: Contraction) -> bool:
+    """A depthwise transposed convolution: columns are its remainders, K is a small window."""
+    small = all(prod(a.extent for a in s) < SMALLEST_DOT for s in (c.n_axes, c.k_axes))
+    return small and prod(a.extent for a in c.b_axes) > 1 and is_serial(c.reduce)
 
 
 def laid_out(
@@ -209,6 +220,7 @@ def _shape(
         rate=_rate(kind, base.precision, gpu),
         split=kind is DType.F32 and base.precision == "tf32x3",
         shared=len(found) == 1 and not serial,
+        branches=sum(x is k for x, _ in found),
     )
 
 

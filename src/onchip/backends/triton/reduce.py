@@ -30,7 +30,7 @@ LAST_POSITION = 2**31 - 1
 
 def emit_reduction(w: Writer, r: Reduce) -> Tile:
     product = w.options.product and r.dtype is DType.F32
-    contraction = as_contraction(r, w.bound_axes()) if product else None
+    contraction = as_contraction(r, w.bound_axes(), ended=True) if product else None
     if contraction is not None:
         from onchip.backends.triton.product import emit_product
 

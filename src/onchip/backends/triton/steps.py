@@ -61,7 +61,11 @@ def steps_of(
     that are laid out in the order in which the steps read them."""
     taps, run = split_k(c, strides, free)
     size = prod(a.extent for a in run)
-    if taps and (size < SHORTEST_RUN or _waste(size, step_width(size, most)) > MOST_WASTE):
+    if (
+        taps
+        and not c.ends
+        and (size < SHORTEST_RUN or _waste(size, step_width(size, most)) > MOST_WASTE)
+    ):
         taps, run = (), (*taps, *run)
     merged, inner = _merged(c, run)
     width = step_width(inner.extent, most)
@@ -88,6 +92,9 @@ def split_k(
     order = k_order(c, strides, free)
     if len(order) < 2:
         return (), order
+    if c.ends:
+        longest = max((a for a in order if a not in c.ends), key=lambda a: a.extent)
+        return tuple(a for a in order if a is not longest), (longest,)
     first = len(order) - 1
     while first and _follows(c, order[first - 1], order[first:], strides, free):
         first -= 1

@@ -24,6 +24,7 @@ from onchip.fusion.chunks import fold_elements, side_by_side
 from onchip.fusion.machine import Gpu
 from onchip.fusion.nest import Nest, build_nest
 from onchip.fusion.refusal import Refusal, Rule
+from onchip.fusion.residues import by_residue
 from onchip.fusion.staging import Staged
 from onchip.fusion.tiling import axes_missing_in_outputs, coalesce, in_layout_order, of_first_root
 from onchip.ir.expr import Axis, Tensor, loads, reduces
@@ -61,6 +62,7 @@ def variants(
     staged: tuple[Staged, ...], strides: dict[Tensor, Strides], gpu: Gpu, base: Options = Options()
 ) -> list[Variant] | Refusal:
     """Ways to run the region, the most promising first; a Refusal says why there is none."""
+    staged = by_residue(staged)
     single = _single(staged, strides, gpu, base)
     if isinstance(single, list) and any(v.options.product for v in single):
         return single

@@ -19,7 +19,18 @@ from onchip.backends.triton import spelling
 from onchip.backends.triton.source import Options, Partial
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.ir.dtype import DType
-from onchip.ir.expr import Axis, Call, Const, Expr, Load, Reduce, Tensor, mentioned, substitute
+from onchip.ir.expr import (
+    Axis,
+    Call,
+    Const,
+    Expr,
+    Load,
+    Reduce,
+    Tensor,
+    mentioned,
+    reduces,
+    substitute,
+)
 from onchip.ir.index import Env, simplify
 
 Axes = tuple[Axis, ...]
@@ -153,6 +164,7 @@ class Writer:
         self.range_widths: dict[Range, int] = {}
         self.ranks: dict[Axis, tuple[int, int]] = {}
         self.levels = [Level()]
+        self.branch = 0  # the level of the innermost branch: what it needs is computed there
         self.scopes = [Scope({})]
         self.env: Env = {}
         self.counted: dict[Expr, bool] = {}  # see indices.py
@@ -170,7 +182,8 @@ class Writer:
         return f"{stem}{self.counts[stem]}"
 
     def define(self, stem: str, text: str, axes: Axes = (), level: int = 0) -> Tile:
-        """A name for a text, written once at its level."""
+        """A name for a text, written once at its level (or in the branch at hand)."""
+        level = max(level, self.branch)
         for lv in self.levels[: level + 1]:
             if text in lv.names:
                 return Tile(lv.names[text], axes, level)
@@ -325,6 +338,7 @@ class Writer:
         raise CannotExpress(Rule.UNSUPPORTED_EXPRESSION, "", f"a {type(e).__name__.lower()}")
 
     def _call(self, e: Call) -> Tile:
+        from onchip.backends.triton.branch import emit_branch
         from onchip.backends.triton.indices import counted, wide
 
         stem = re.sub(r"\W|^_+", "", e.label) or "v"
@@ -337,6 +351,9 @@ class Writer:
                 axes = self.union(x, base)
                 text = f"coarse_exp_above({self.onto(x, axes)}, {self.onto(base, axes)})"
                 return self.define(stem, text, axes, max(x.level, y.level))
+            case Call(fn="where", args=(test, yes, no)) if reduces(yes) or reduces(no):
+                if not self.value(test).axes:
+                    return emit_branch(self, stem, self.value(test), (yes, no))
         tiles = [self.value(a) for a in e.args]
         counts = [counted(self, a) for a in e.args if a.dtype is DType.I64]
         if e.dtype is DType.I64 or not all(counts):
