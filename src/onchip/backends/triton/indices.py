@@ -15,7 +15,7 @@ from onchip.backends.triton import spelling
 from onchip.backends.triton.writer import Axes, CannotExpress, Tile, Writer
 from onchip.fusion.refusal import Rule
 from onchip.ir.dtype import DType
-from onchip.ir.expr import Axis, Call, Const, Expr, Load, Number, walk
+from onchip.ir.expr import Axis, Call, Const, Expr, Load, Number, mentioned, walk
 from onchip.ir.index import Linear, bounds, from_linear, linear
 
 _COUNTING = frozenset(("add", "sub", "mul", "neg", "floordiv", "mod", "maximum", "minimum"))
@@ -125,11 +125,12 @@ def outside(w: Writer, e: Load) -> Number:
 
 def moving(w: Writer, offset: Expr) -> tuple[Tile, Tile]:
     """An offset as the sum of a scalar that the loop at hand counts (a window's tap; "0" if
-    there is none) and the rest, which is then the same in all steps."""
+    there is none) and the rest, which is then the same in all steps; in the pieces of a tile a
+    constant counts as such a scalar."""
     form = linear(offset)
     tiles = {a: atom(w, a) for a, _ in form.terms}
     scalar = {a: not t.axes and t.level > 0 for a, t in tiles.items()}
-    if not any(scalar.values()):
+    if not any(scalar.values()) and w.pieces is None:
         return Tile("0"), w.index(offset)
     parts = [tuple(x for x in form.terms if scalar[x[0]] is s) for s in (True, False)]
     constants = (form.constant, 0)
@@ -138,13 +139,15 @@ def moving(w: Writer, offset: Expr) -> tuple[Tile, Tile]:
 
 
 def inside(w: Writer, e: Load) -> list[Tile]:
-    """Whether the indices of a load are in its tensor: those that are padded, or data."""
+    """Whether the indices of a load are in its tensor: those that are padded, or data, or counted
+    from the start of a strip that may end outside."""
     out = []
+    first = w.pieces.first if w.pieces else None
     for i, n in zip(e.index, e.src.shape, strict=True):
         counts = counted(w, i)
-        if counts and e.pad is None:
+        if counts and e.pad is None and first not in mentioned(i):
             continue
-        lo, hi = bounds(i)
+        lo, hi = bounds(i, w.env)
         tests = [">= 0"] * (lo < 0) + [f"< {n}"] * (hi >= n)
         value = w.index(i) if counts else w.value(i)
         if tests and (test := w.tested(value, tests)) is not None:

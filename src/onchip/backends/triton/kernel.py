@@ -30,6 +30,7 @@ from onchip.backends.triton.product_tiles import laid_out
 from onchip.backends.triton.source import Launch, Options, TritonSource, Workspace
 from onchip.backends.triton.steps import HALF
 from onchip.backends.triton.stream import emit_walk, grows, walk_loops, walk_widths
+from onchip.backends.triton.strips import emit_pieces
 from onchip.backends.triton.writer import CannotExpress, Place, Scope, Tile, Writer, power_of_two
 from onchip.fusion.layout import contiguous
 from onchip.fusion.nest import Nest, Span
@@ -124,6 +125,9 @@ def _functions(
             if own.product:
                 columns, w.range_widths = columns_and_widths(stages, own.lanes)
             out.append((w, _bind_tiles(w, phase)))
+            if own.strip is not None:
+                emit_pieces(w, phase, stages, lambda k, w=w: _emit_stage(w, k, set()))
+                continue
             for k in stages:
                 narrowed(w)
                 _emit_stage(w, k, columns)
@@ -162,13 +166,15 @@ def _unsupported(tensors: tuple[Tensor, ...]) -> Refusal | None:
 
 def _bind_tiles(w: Writer, nest: Nest, last_first: bool = False) -> int:
     """Origins of the program's tiles along each axis; gives the number of programs. Axes that are
-    cut into single elements are counted by `lane`, the last one fastest; the others, and those
-    along which tiles can't lie side by side, by the program's number. last_first: their tiles
-    count down."""
+    cut into single elements, or strips of them, are counted by `lane`, the last one fastest; the
+    others, and those along which tiles can't lie side by side, by the program's number. last_first:
+    their tiles count down."""
     loops = zip(nest.root.loops, nest.tile_axes, nest.tile, strict=True)
     places = [(o, t, max(ceil(a.extent / max(t, 1)), 1)) for a, o, t in loops]
     side = sides(nest) if w.options.product else {}
-    lanes = [p for p in places if p[1] == 1 and p[2] > 1 and side.get(p[0], "rows") == "rows"]
+    strip = None if w.options.strip is None else nest.tile_axes[w.options.strip]
+    single = [p for p in places if p[2] > 1 and (p[1] == 1 or p[0] is strip)]
+    lanes = [p for p in single if side.get(p[0], "rows") == "rows"]
     batch = [p for p in places if side.get(p[0]) == "batch"]
     blocks = [p for p in places if p not in lanes and p not in batch]
     repeats, count, total = (prod(n for *_, n in part) for part in (batch, blocks, lanes))

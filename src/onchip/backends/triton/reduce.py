@@ -39,11 +39,22 @@ def emit_reduction(w: Writer, r: Reduce) -> Tile:
 
 
 def _whole(w: Writer, r: Reduce) -> Tile:
-    """The axes are dimensions of the body's block; what padding added is the neutral element."""
-    block = prod(w.widths[a] for a in _free_axes(w, r)) * power_of_two(fold_elements(r))
+    """The axes are dimensions of the body's block; what padding added is the neutral element. Of a
+    row in several parts, each part is folded, and then what they give."""
+    block = prod(w.widths[a] for a in free_axes(w, r)) * power_of_two(fold_elements(r))
     kept = any(ld.src in w.kept and mentioned(ld) & set(r.axes) for ld in loads(r.body))
     if block > w.options.fold_block and not kept:
         return _looped(w, r)
+    if w.pieces and any(whole_range(a) == w.pieces.row for a in r.axes):
+        from onchip.backends.triton.strips import fold_parts
+
+        return fold_parts(w, r)
+    body = bind_and_mask(w, r)
+    return fold_block(w, r, body)
+
+
+def bind_and_mask(w: Writer, r: Reduce) -> Tile:
+    """What a fold over whole axes takes in; of argmax and argmin "values, positions"."""
     w.scopes.append(Scope({}))
     for a in r.axes:
         w.bind_range(a, ZERO, whole_range(a), [] if a.extent else ["< 0"], 1)
@@ -52,7 +63,11 @@ def _whole(w: Writer, r: Reduce) -> Tile:
     if is_position(r):
         body += f", {w.whole(own[0].tile, axes)}"
     w.scopes.pop()
-    return _fold(w, r, body, axes, [a for a in axes if a in r.axes], level)
+    return Tile(body, axes, level)
+
+
+def fold_block(w: Writer, r: Reduce, body: Tile) -> Tile:
+    return _fold(w, r, body.text, body.axes, [a for a in body.axes if a in r.axes], body.level)
 
 
 def _masked_body(w: Writer, r: Reduce, own: list[Bound]) -> tuple[str, Axes, int]:
@@ -60,7 +75,7 @@ def _masked_body(w: Writer, r: Reduce, own: list[Bound]) -> tuple[str, Axes, int
     body = wide(w, r.body, w.value(r.body))
     axes = w.union(body, *(b.tile for b in own))
     mask = w.all_of([b.mask for b in own if b.mask is not None])
-    kind, neutral = _accumulated(r)
+    kind, neutral = accumulated(r)
     text = w.whole(body, axes, kind)
     level = max([body.level, *(b.tile.level for b in own)])
     if mask is not None:
@@ -68,7 +83,7 @@ def _masked_body(w: Writer, r: Reduce, own: list[Bound]) -> tuple[str, Axes, int
     return text, axes, level
 
 
-def _accumulated(r: Reduce) -> tuple[str, str]:
+def accumulated(r: Reduce) -> tuple[str, str]:
     """The type of what is folded, and its neutral element."""
     dtype = r.body.dtype
     return spelling.TYPES[dtype], spelling.identity(r.monoid, dtype)
@@ -91,7 +106,7 @@ def _fold(w: Writer, r: Reduce, text: str, axes: Axes, folded: Sequence[Axis], l
 def _looped(w: Writer, r: Reduce) -> Tile:
     """A fold too long for one block: a block of it at a time, element on element, folded at the
     end. The axes are numbered as one, in the order in which they lie in memory."""
-    free, level = _free_axes(w, r), w.depth
+    free, level = free_axes(w, r), w.depth
     size = fold_elements(r)
     room = max(w.options.fold_block // prod(w.widths[a] for a in free), 1)
     width = min(1 << (room.bit_length() - 1), power_of_two(size))
@@ -99,7 +114,7 @@ def _looped(w: Writer, r: Reduce) -> Tile:
     w.widths[flat] = width
     w.rank(flat, 1)
     axes = tuple(sorted((*free, flat), key=w.ranks.__getitem__))
-    start, total = w.fresh("k"), _start(w, r, axes)
+    start, total = w.fresh("k"), begin_fold(w, r, axes)
     w.open(f"for {start} in range(0, {size}, {width}):")
     w.scopes.append(Scope({}))
     number = w.define("i", f"{start} + tl.arange(0, {width})", (flat,), w.depth)
@@ -112,16 +127,16 @@ def _looped(w: Writer, r: Reduce) -> Tile:
         tile = w.define("i", at, (flat,), w.depth)
         w.bind(a, Bound(tile, exists), 1)
     body, have, _ = _masked_body(w, r, [Bound(number, exists)])
-    _step(w, r, total, w.whole(Tile(body, have), axes), w.whole(number, axes))
+    fold_step(w, r, total, w.whole(Tile(body, have), axes), w.whole(number, axes))
     w.close()
     w.scopes.pop()
     return _fold(w, r, total, axes, [flat], level)
 
 
-def _start(w: Writer, r: Reduce, axes: Axes) -> str:
+def begin_fold(w: Writer, r: Reduce, axes: Axes) -> str:
     """What a loop folds into: a name, or the names of values and positions."""
     total = w.fresh("acc")
-    kind, neutral = _accumulated(r)
+    kind, neutral = accumulated(r)
     w.line(f"{total} = tl.full({w.shape(axes)}, {neutral}, {kind})")
     if not is_position(r):
         return total
@@ -130,7 +145,7 @@ def _start(w: Writer, r: Reduce, axes: Axes) -> str:
     return f"{total}, {position}"
 
 
-def _step(w: Writer, r: Reduce, total: str, body: str, position: str) -> None:
+def fold_step(w: Writer, r: Reduce, total: str, body: str, position: str) -> None:
     if is_position(r):
         body += f", {position}"
     w.line(f"{total} = {spelling.combine(r.monoid, total, body, r.body.dtype)}")
@@ -145,12 +160,18 @@ def _stride(w: Writer, r: Reduce, a: Axis) -> int:
 
 def _serial(w: Writer, r: Reduce) -> Tile:
     """One step a window element; reductions that do not depend on it are computed before."""
+    if w.pieces:
+        from onchip.backends.triton.strips import fold_along_strip
+
+        tile = fold_along_strip(w, r)
+        if tile is not None:
+            return tile
     own = set(r.axes)
     for inner in reduces(r.body):
         if not mentioned(inner) & own:
             w.value(inner)
-    axes = _free_axes(w, r)
-    level, total = w.depth, _start(w, r, axes)
+    axes = free_axes(w, r)
+    level, total = w.depth, begin_fold(w, r, axes)
     w.scopes.append(Scope({}))
     # unrolled: the loads of all window elements are in flight together
     steps = "tl.static_range" if fold_elements(r) <= LONGEST_WINDOW else "range"
@@ -159,7 +180,7 @@ def _serial(w: Writer, r: Reduce) -> Tile:
         w.open(f"for {name} in {steps}(0, {a.extent}):")
         w.bind(a, Bound(Tile(name, (), w.depth)), 1)
     body = wide(w, r.body, w.value(r.body))
-    _step(w, r, total, w.whole(body, axes, _accumulated(r)[0]), name)
+    fold_step(w, r, total, w.whole(body, axes, accumulated(r)[0]), name)
     for _ in r.axes:
         w.close()
     w.scopes.pop()
@@ -168,7 +189,7 @@ def _serial(w: Writer, r: Reduce) -> Tile:
     return Tile(total, axes, level)
 
 
-def _free_axes(w: Writer, r: Reduce) -> Axes:
+def free_axes(w: Writer, r: Reduce) -> Axes:
     """Dimensions of the result: of the axes that are bound around it."""
     inner = {a for x in reduces(r) for a in x.axes}
     bounds = [w.bound(a) for a in mentioned(r) if a not in inner]

@@ -25,6 +25,9 @@ class Options:
     split       programs that share the K of one tile; the last one adds up what all have
     before      the choices of the phases before the nest, each in a function of its own
     packed      values of half types are kept as stored between two stages
+    strip       the loop of the root along which the tile is computed element by element, so that
+                windows share what they read (strips.py); chunk: elements of its last loop that are
+                computed side by side, the rest one after the other (0: all)
     joined      all phases are one function: the programs of a row wait for each other between them
     interpret   for Triton's interpreter, whose bfloat16 arithmetic is wrong: products of half
                 types are computed in float32
@@ -43,6 +46,8 @@ class Options:
     before: tuple[Options, ...] = ()
     joined: bool = False
     packed: bool = False
+    strip: int | None = None
+    chunk: int = 0
 
     @property
     def each(self) -> tuple[Options, ...]:
@@ -69,6 +74,8 @@ class Variant:
 def _choices(nest: Nest, o: Options) -> str:
     text = f"tile {'x'.join(map(str, nest.tile))}, {o.lanes} lanes, {o.warps} warps"
     text += ", packed" * o.packed
+    if o.strip is not None:
+        text += f", strips of {nest.tile[o.strip]}" + f" by {o.chunk} columns" * (o.chunk > 0)
     text += f", folds by {o.fold_block}" * (o.fold_block != Options().fold_block and not o.joined)
     if o.stream:
         return text + f", walked by {o.stream}, {o.stages} stages, {o.precision}"

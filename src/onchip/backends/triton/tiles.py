@@ -18,10 +18,11 @@ from onchip.backends.triton.product_tiles import by_dot, product_variants
 from onchip.backends.triton.source import Options, Variant
 from onchip.backends.triton.steps import HALF
 from onchip.backends.triton.stream_tiles import with_walks
+from onchip.backends.triton.strip_tiles import strip_variants
 from onchip.backends.triton.writer import CannotExpress, power_of_two
 from onchip.fusion.chunks import fold_elements, side_by_side
 from onchip.fusion.machine import Gpu
-from onchip.fusion.nest import build_nest
+from onchip.fusion.nest import Nest, build_nest
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.fusion.staging import Staged
 from onchip.fusion.tiling import axes_missing_in_outputs, coalesce, in_layout_order, of_first_root
@@ -132,13 +133,33 @@ def _variants_of(
     if row > LONGEST_ROW or base.packed:
         text = f"a row of {row} elements; a program holds {LONGEST_ROW}"
         return Refusal(Rule.SCRATCH, root.tensor.name, text, {"elements": row})
+    strips = strip_variants(staged, nest, kept, whole, strides, gpu, base)
+    if strips:
+        found = _single_elements(staged, root, nest, kept, whole, strides, gpu, base)
+        return strips + (found[:2] if isinstance(found, list) else [])
+    return _single_elements(staged, root, nest, kept, whole, strides, gpu, base)
+
+
+def _single_elements(
+    staged: tuple[Staged, ...],
+    root: Staged,
+    nest: Nest,
+    kept: list[Kept],
+    whole: list[bool],
+    strides: dict[Tensor, Strides],
+    gpu: Gpu,
+    base: Options,
+) -> list[Variant] | Refusal:
+    """Variants of a nest in which each window is read by itself."""
+    extents = [max(a.extent, 1) for a in root.loops]
+    row = prod(power_of_two(e) for e, w in zip(extents, whole, strict=True) if w)
     crossed = None if any(whole) else _crossed_axis(root, kept, strides)
     if crossed is not None:
         return _square(staged, root, crossed, base)
     folds = [r for k in kept for r in reduces(k.body)]
     if not any(whole) and all(is_serial(r) for r in folds):
         return _blocks(staged, root, gpu, bool(folds), base)
-    tiles = prod(ceil(a.extent / t) for a, t in zip(root.loops, unit, strict=True))
+    tiles = nest.tiles
     length = max((fold_elements(r) for r in folds), default=1)
     if any(side_by_side(r, strides) for r in folds if not is_serial(r)):
         choices = _columns(tiles, row, length, gpu)

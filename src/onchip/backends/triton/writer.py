@@ -19,7 +19,7 @@ from onchip.backends.triton import spelling
 from onchip.backends.triton.source import Options, Partial
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.ir.dtype import DType
-from onchip.ir.expr import Axis, Call, Const, Expr, Load, Reduce, Tensor, mentioned
+from onchip.ir.expr import Axis, Call, Const, Expr, Load, Reduce, Tensor, mentioned, substitute
 from onchip.ir.index import Env, simplify
 
 Axes = tuple[Axis, ...]
@@ -49,6 +49,9 @@ class Tile:
     axes: Axes = ()
     level: int = 0
     literal: bool = False
+
+
+Held = tuple[Tile, tuple[Expr, ...]]  # a value in registers, and the axes of its dimensions
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +84,51 @@ class Level:
     names: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(eq=False, slots=True)
+class Pieces:
+    """A tile that is written in several blocks, one after the other (strips.py): the elements along
+    `strip`, and the parts of `row` (None: it is whole), `chunk` elements long.
+
+    first   the number of the strip's first element
+    at      the element at hand, and part: the part of the row
+    loops   the loops along the strip, as numbers counted from `first`
+    kept    values in registers, of each part of the row
+    folds   of windows, for all elements of the strip
+    block   dimensions of the fold at hand
+    """
+
+    strip: Range
+    first: Axis
+    row: Range | None = None
+    chunk: int = 0
+    at: int = 0
+    part: int = 0
+    loops: dict[Axis, Expr] = field(default_factory=dict)
+    kept: tuple[dict[Tensor, Held], ...] = ()
+    folds: dict[tuple[Reduce, int], list[Tile]] = field(default_factory=dict)
+    block: Axes = ()
+
+    def covered(self, covers: Range) -> tuple[int, int]:
+        """Which part of a range the block at hand covers: its start and extent."""
+        if covers == self.strip:
+            return self.at, 1
+        if covers == self.row:
+            start = self.part * self.chunk
+            return start, min(self.chunk, covers[1] - start)
+        return 0, covers[1]
+
+
 class Writer:
     """pointers: name of each tensor in memory; strides: elements; kept: values in registers, over
     the axes of each of its dimensions; widths: block width of a dimension's axis; range_widths:
-    of a range that needs more than the next power of two; ranks: order of dimensions; lane: the
-    dimension of tiles side by side (None: one tile a program), first_lane the number of its first,
-    `lanes` the axes that it counts; numbers: dimensions that number tiles (lane, and what it is
-    part of in a product); integer: the type of addresses; free: constants that are laid out as
-    products read them; result: the type of what the stage at hand computes; tiles: that programs
-    compute; partial: where several of them add up one; uncached: tensors that
-    other programs of this launch wrote, which the first-level cache knows nothing of; coarse: all
-    results are of half types (see spelling.py)."""
+    of a range that needs more than the next power of two; ranks: order of dimensions; pieces: of
+    a tile that is no single block; lane: the dimension of tiles side by side (None: one tile a
+    program), first_lane the number of its first, `lanes` the axes that it counts; numbers:
+    dimensions that number tiles (lane, and what it is part of in a product); integer: the type of
+    addresses; free: constants that are laid out as products read them; result: the type of what
+    the stage at hand computes; tiles: that programs compute; partial: where several of them add up
+    one; uncached: tensors that other programs of this launch wrote, which the first-level cache
+    knows nothing of; coarse: all results are of half types (see spelling.py)."""
 
     def __init__(
         self, pointers: dict[Tensor, str], strides: dict[Tensor, Strides], options: Options
@@ -108,7 +145,8 @@ class Writer:
         self.result = DType.F32
         self.tiles = 1
         self.partial: list[Partial] = []
-        self.kept: dict[Tensor, tuple[Tile, tuple[Expr, ...]]] = {}
+        self.kept: dict[Tensor, Held] = {}
+        self.pieces: Pieces | None = None
         self.uncached: set[Tensor] = set()
         self.widths: dict[Axis, int] = {}
         self.range_widths: dict[Range, int] = {}
@@ -168,12 +206,16 @@ class Writer:
     def bind_range(self, a: Axis, at: Expr, covers: Range, tests: Sequence[str], kind: int) -> None:
         """Bind an axis to `covers[1]` values from `origin` on, as a dimension (a scalar where the
         width is 1); `tests` are what its values must satisfy besides being in the range."""
+        start, extent = self.pieces.covered(covers) if self.pieces else (0, covers[1])
+        at = simplify(at + start)
+        if self.pieces and covers == self.pieces.strip:
+            self.pieces.loops[a] = self.pieces.first + start
         origin = self.index(at)
-        width = self.range_widths.get(covers, power_of_two(covers[1]))
+        width = self.range_widths.get(covers, power_of_two(extent))
         self.widths[a] = width
         self.rank(a, kind)
-        if width > covers[1]:
-            end = str(covers[1]) if origin.text == "0" else f"{origin.text} + {covers[1]}"
+        if width > extent:
+            end = str(extent) if origin.text == "0" else f"{origin.text} + {extent}"
             tests = [*tests, f"< {end}"]
         if width == 1:
             tile = origin
@@ -323,7 +365,7 @@ class Writer:
             if bound is None or bound.tile.axes != (reader,):
                 text = "a tile in registers cannot be an operand with several row or K axes"
                 raise CannotExpress(Rule.CONTRACTION_FORM, e.src.name, text)
-            if self.widths[reader] != self.widths[a]:
+            if not self.pieces and self.widths[reader] != self.widths[a]:
                 text = f"a product reads {a.extent} values in registers; it needs 16"
                 raise CannotExpress(Rule.CONTRACTION_FORM, e.src.name, text)
             axes.append(reader)
@@ -335,7 +377,11 @@ class Writer:
 
         base, address = moving(self, self.offset(e.src, e.index))
         mask = self.mask(e)
-        axes = self.union(address, *([mask] if mask else []))
+        block = Tile("", self.pieces.block if self.pieces else ())
+        if block.axes and block.axes[-1] not in address.axes:
+            block = Tile("")
+        # loads of one layout, which no conversion has to make the same
+        axes = self.union(address, block, *([mask] if mask else []))
         pointer = self.pointers[e.src] + (f" + {base.text}" if base.text != "0" else "")
         text = f"{pointer} + {self.whole(address, axes, self.integer)}"
         if mask is not None:
@@ -348,6 +394,8 @@ class Writer:
             stored = self.define("x", f"tl.load({text})", axes, level)
             self.packed[stored.text] = f"{stored.text}.to(tl.float32)"
             return self.define("x", self.packed[stored.text], axes, level)
+        if widen and block.axes and e.src.dtype is DType.BF16 and not self.options.interpret:
+            return self.define("x", f"widen_bfloat16(tl.load({text}))", axes, level)
         widened = ".to(tl.float32)" * widen
         return self.define("x", f"tl.load({text}){widened}", axes, level)
 
@@ -360,7 +408,7 @@ class Writer:
         place: Expr = Const(0, DType.I64)
         for i, stride in zip(index, self.strides[t], strict=True):
             place = place + i * stride
-        return simplify(place)
+        return simplify(substitute(place, self.pieces.loops) if self.pieces else place)
 
     def mask(self, e: Load) -> Tile | None:
         """Which elements exist: those of existing axis values, inside the tensor where the index is

@@ -1,0 +1,168 @@
+"""Which strips (strips.py) a region is tried with, ordered by a model of issued instructions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import ceil, prod
+
+from onchip.backends.triton.placement import Kept, is_serial, range_of, whole_range
+from onchip.backends.triton.source import Options, Variant
+from onchip.backends.triton.strips import window_along
+from onchip.backends.triton.writer import power_of_two
+from onchip.fusion.machine import Gpu
+from onchip.fusion.nest import Nest, build_nest
+from onchip.fusion.refusal import Refusal
+from onchip.fusion.staging import Staged
+from onchip.ir.expr import Reduce, Tensor, loads, reduces
+from onchip.ir.index import stride_along
+
+Strides = tuple[int, ...]
+
+LONGEST_STRIP = 16
+# Sums that a thread holds: with the weights of a window's row they leave 168 registers room.
+MOST_SUMS = 96
+MOST_PARTS = 4
+WIDEST = 128
+SECTOR_BYTES = 32
+ACCESS_BYTES = 16
+# Instructions a result beyond the windows, and those of a load beside the elements it gives.
+BEHIND, BESIDE = 8, 2
+PROPOSED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A fold whose windows overlap along a loop of the root. columns: of them, what a strip reads
+    is `stride * (results - 1) + dilation * (taps - 1) + 1` wide; rows: of all other axes;
+    size: bytes of an element; shifted: windows slide along the last loop, too."""
+
+    loop: int
+    taps: int
+    rows: int
+    stride: int
+    dilation: int
+    size: int
+    shifted: bool
+
+    def columns(self, results: int) -> int:
+        """Distinct positions that the windows of neighbouring results read."""
+        at = {t * self.stride + d * self.dilation for t in range(results) for d in range(self.taps)}
+        return len(at)
+
+
+def strip_variants(
+    staged: tuple[Staged, ...],
+    nest: Nest,
+    kept: list[Kept],
+    whole: list[bool],
+    strides: dict[Tensor, Strides],
+    gpu: Gpu,
+    base: Options,
+) -> list[Variant]:
+    """Strips of a nest of single elements, the most promising first; none if no windows overlap
+    along an axis that is not contiguous, or axes but the last are folded later."""
+    windows = [x for k in kept for r in reduces(k.body) if (x := _window(nest, k, r, strides))]
+    if not windows or any(whole[:-1]):
+        return []
+    window = max(windows, key=lambda x: x.taps * x.rows)
+    found: list[tuple[float, Variant]] = []
+    for tile, options in _choices(nest, window, whole[-1], base):
+        cut = build_nest(staged, nest.root, tile)
+        if not isinstance(cut, Refusal) and _distinct(cut, kept, options):
+            found.append((_instructions(cut, window, options, gpu), Variant(cut, options)))
+    found.sort(key=lambda x: x[0])
+    return [v for _, v in found[:PROPOSED]]
+
+
+def _window(nest: Nest, k: Kept, r: Reduce, strides: dict[Tensor, Strides]) -> Window | None:
+    """The axis of a small fold along which its windows overlap: of several the one whose neighbours
+    are nearest in memory, but not contiguous, as neighbours in a thread are a strip."""
+    if not is_serial(r):
+        return None
+    numbers = {o: d for d, o in enumerate(nest.tile_axes)}
+    of_loop = {
+        a: numbers[s.origin]
+        for a, s in zip(k.stage.staged.loops, k.stage.spans, strict=True)
+        if s.origin in numbers
+    }
+    best: tuple[int, Window] | None = None
+    for a, d in of_loop.items():
+        found = window_along(r, (a,))
+        if found is None or d == len(nest.tile) - 1:
+            continue
+        _, along, stride, dilation = found
+        reads = [ld for ld in loads(r.body) if ld.src in strides]
+        steps = [stride_along(ld.index, strides[ld.src], a) or 0 for ld in reads]
+        step = max(map(abs, steps), default=0)
+        rows = prod(x.extent for x in r.axes) // max(along.extent, 1)
+        last = k.stage.staged.loops[-1]
+        shifted = last in of_loop and window_along(r, (last,)) is not None
+        size = max((ld.src.dtype.size for ld in reads), default=4)
+        window = Window(d, along.extent, rows, abs(stride), abs(dilation), size, shifted)
+        shares = window.columns(2) < 2 * along.extent
+        if step > 1 and shares and (best is None or step < best[0]):
+            best = step, window
+    return best[1] if best else None
+
+
+def _choices(
+    nest: Nest, window: Window, whole: bool, base: Options
+) -> Iterator[tuple[tuple[int, ...], Options]]:
+    """Tiles, and lanes, warps and parts of a row for them."""
+    extents = [max(a.extent, 1) for a in nest.root.loops]
+    last = extents[-1]
+    least = max(SECTOR_BYTES // window.size, 1)
+    blocks = [n for n in (8, 16, 32, 64, 128) if least <= n <= min(WIDEST, power_of_two(last))]
+    if whole:
+        most = power_of_two(last)
+        blocks = [most >> n for n in range(MOST_PARTS) if ceil(last / (most >> n)) <= MOST_PARTS]
+    for size in range(2, min(LONGEST_STRIP, extents[window.loop]) + 1):
+        for block in blocks or [power_of_two(last)]:
+            parts = ceil(last / block) if whole else 1
+            tile = [1] * (len(extents) - 1) + [last if whole else block]
+            tile[window.loop] = size
+            for each in (2, 4, 8):
+                if each * window.size > ACCESS_BYTES or size * parts * each > MOST_SUMS:
+                    continue
+                for warps in (4, 2, 8):
+                    lanes = warps * 32 * each // block
+                    if lanes >= 1:
+                        chunk = block if parts > 1 else 0
+                        yield (
+                            tile,
+                            replace(base, strip=window.loop, chunk=chunk, lanes=lanes, warps=warps),
+                        )
+
+
+def _distinct(nest: Nest, kept: list[Kept], o: Options) -> bool:
+    """Whether the strip's range, and the row's if it comes in parts, are no other axes', which
+    would be taken for them."""
+    assert o.strip is not None
+    root = next(st for st in nest.stages if st.staged is nest.root)
+    ranges = [range_of(s) for s in root.spans]
+    strip, row = ranges[o.strip], ranges[-1]
+    groups = [[range_of(s) for s in st.spans] for st in nest.stages]
+    folds = [[whole_range(a) for a in r.axes] for k in kept for r in reduces(k.body)]
+    once = all(g.count(strip) <= 1 and g.count(row) <= 1 for g in (*groups, *folds))
+    return once and strip != row and not any(strip in g for g in folds)
+
+
+def _instructions(nest: Nest, x: Window, o: Options, gpu: Gpu) -> float:
+    """Issued for one result, in windows and behind them, as far as they fill programs."""
+    assert o.strip is not None
+    extents = [max(a.extent, 1) for a in nest.root.loops]
+    size = nest.tile[o.strip]
+    last, block = extents[-1], o.chunk or power_of_two(nest.tile[-1])
+    each = o.lanes * block // (32 * o.warps)
+    accesses = each if x.shifted else 1
+    widened = each * (x.size < 4)
+    columns = x.columns(size) * (widened + accesses * BESIDE + each / 4)
+    weights = 0 if x.shifted else x.taps * (1.5 * widened + BESIDE)
+    work = x.rows * (size * x.taps * each + columns + weights) + size * (BEHIND * each + BESIDE)
+    parts = [min(block, last - at) for at in range(0, last, block)]
+    padded = sum(map(power_of_two, parts)) if o.chunk else block * ceil(last / nest.tile[-1])
+    used = extents[o.strip] / (size * ceil(extents[o.strip] / size)) * last / padded
+    programs = nest.tiles / o.lanes
+    idle = max(2 * gpu.multiprocessors / max(programs, 1), 1)
+    return work / (size * each) / used * idle
