@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import ceil, prod
+from math import ceil, log2, prod
 
 from onchip.backends.triton.placement import Kept, is_serial, range_of, whole_range
 from onchip.backends.triton.source import Options, Variant
@@ -19,16 +19,17 @@ from onchip.ir.index import stride_along
 
 Strides = tuple[int, ...]
 
-LONGEST_STRIP = 16
-# Sums that a thread holds: with the weights of a window's row they leave 168 registers room.
-MOST_SUMS = 96
+# Sums that a thread holds, and weights of a window's row: with what it reads, 168 registers.
+MOST_HELD = 128
 MOST_PARTS = 4
 WIDEST = 128
 SECTOR_BYTES = 32
 ACCESS_BYTES = 16
-# Instructions a result beyond the windows, and those of a load beside the elements it gives.
-BEHIND, BESIDE = 8, 2
-PROPOSED = 5
+# Instructions a result beyond the windows, those of an access beside the elements it moves, and
+# those of each step of a layer norm's two folds across threads.
+BEHIND, BESIDE, ACROSS = 8, 2, 4
+# The best strip of each length up to these is proposed: what more registers cost, a GPU says.
+LENGTHS = (4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,24 @@ def strip_variants(
         if not isinstance(cut, Refusal) and _distinct(cut, kept, options):
             found.append((_instructions(cut, window, options, gpu), Variant(cut, options)))
     found.sort(key=lambda x: x[0])
-    return [v for _, v in found[:PROPOSED]]
+    return _diverse([v for _, v in found])
+
+
+def _diverse(found: list[Variant]) -> list[Variant]:
+    """The best one with each number of warps, and the best ones of other lengths."""
+    out: dict[object, Variant] = {}
+    best = _shape(found[0]) if found else ()
+    for v in found:
+        assert v.options.strip is not None
+        size = v.nest.tile[v.options.strip]
+        length = next(n for n in LENGTHS if size <= n)
+        out.setdefault(v.options.warps if _shape(v) == best else f"up to {length}", v)
+    return list(out.values())
+
+
+def _shape(v: Variant) -> tuple[int, ...]:
+    """What one thread computes."""
+    return (*v.nest.tile, v.options.chunk, v.options.lanes // v.options.warps)
 
 
 def _window(nest: Nest, k: Kept, r: Reduce, strides: dict[Tensor, Strides]) -> Window | None:
@@ -100,7 +118,7 @@ def _window(nest: Nest, k: Kept, r: Reduce, strides: dict[Tensor, Strides]) -> W
         shifted = last in of_loop and window_along(r, (last,)) is not None
         size = max((ld.src.dtype.size for ld in reads), default=4)
         window = Window(d, along.extent, rows, abs(stride), abs(dilation), size, shifted)
-        shares = window.columns(2) < 2 * along.extent
+        shares = window.columns(LENGTHS[-1]) < LENGTHS[-1] * along.extent
         if step > 1 and shares and (best is None or step < best[0]):
             best = step, window
     return best[1] if best else None
@@ -117,13 +135,14 @@ def _choices(
     if whole:
         most = power_of_two(last)
         blocks = [most >> n for n in range(MOST_PARTS) if ceil(last / (most >> n)) <= MOST_PARTS]
-    for size in range(2, min(LONGEST_STRIP, extents[window.loop]) + 1):
+    for size in range(2, min(LENGTHS[-1], extents[window.loop]) + 1):
         for block in blocks or [power_of_two(last)]:
             parts = ceil(last / block) if whole else 1
             tile = [1] * (len(extents) - 1) + [last if whole else block]
             tile[window.loop] = size
             for each in (2, 4, 8):
-                if each * window.size > ACCESS_BYTES or size * parts * each > MOST_SUMS:
+                held = each * (size * parts + window.taps)
+                if each * window.size > ACCESS_BYTES or held > MOST_HELD:
                     continue
                 for warps in (4, 2, 8):
                     lanes = warps * 32 * each // block
@@ -143,26 +162,29 @@ def _distinct(nest: Nest, kept: list[Kept], o: Options) -> bool:
     ranges = [range_of(s) for s in root.spans]
     strip, row = ranges[o.strip], ranges[-1]
     groups = [[range_of(s) for s in st.spans] for st in nest.stages]
-    folds = [[whole_range(a) for a in r.axes] for k in kept for r in reduces(k.body)]
+    folds = [
+        [whole_range(a) for a in r.axes] for k in kept for r in reduces(k.body) if not is_serial(r)
+    ]
     once = all(g.count(strip) <= 1 and g.count(row) <= 1 for g in (*groups, *folds))
     return once and strip != row and not any(strip in g for g in folds)
 
 
 def _instructions(nest: Nest, x: Window, o: Options, gpu: Gpu) -> float:
-    """Issued for one result, in windows and behind them, as far as they fill programs."""
+    """Issued a result by one thread, in windows and behind them, as far as they fill programs."""
     assert o.strip is not None
-    extents = [max(a.extent, 1) for a in nest.root.loops]
-    size = nest.tile[o.strip]
-    last, block = extents[-1], o.chunk or power_of_two(nest.tile[-1])
-    each = o.lanes * block // (32 * o.warps)
-    accesses = each if x.shifted else 1
-    widened = each * (x.size < 4)
-    columns = x.columns(size) * (widened + accesses * BESIDE + each / 4)
-    weights = 0 if x.shifted else x.taps * (1.5 * widened + BESIDE)
-    work = x.rows * (size * x.taps * each + columns + weights) + size * (BEHIND * each + BESIDE)
-    parts = [min(block, last - at) for at in range(0, last, block)]
-    padded = sum(map(power_of_two, parts)) if o.chunk else block * ceil(last / nest.tile[-1])
-    used = extents[o.strip] / (size * ceil(extents[o.strip] / size)) * last / padded
-    programs = nest.tiles / o.lanes
-    idle = max(2 * gpu.multiprocessors / max(programs, 1), 1)
-    return work / (size * each) / used * idle
+    size, row, threads = nest.tile[o.strip], nest.tile[-1], 32 * o.warps
+    chunk = o.chunk or row
+    widths = [power_of_two(min(chunk, row - at)) for at in range(0, row, chunk)]
+    work = 0.0
+    for width in widths:
+        each = max(o.lanes * width / threads, 1)
+        widened = each * (x.size < 4)
+        column = widened + (each if x.shifted else 1) * BESIDE + each / 4
+        weights = 0 if x.shifted else x.taps * (widened + BESIDE)
+        work += x.rows * (size * x.taps * each + x.columns(size) * column + weights)
+        work += size * (BEHIND * each + BESIDE)
+    if row == nest.root.loops[-1].extent:
+        work += len(set(widths)) * size * ACROSS * log2(max(threads / o.lanes, 1))
+    results = prod(a.extent for a in nest.root.loops) / nest.tiles * o.lanes
+    idle = max(2 * gpu.multiprocessors * o.lanes / max(nest.tiles, 1), 1)
+    return work * threads / results * idle
