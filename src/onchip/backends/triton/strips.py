@@ -56,7 +56,7 @@ def emit_pieces(w: Writer, nest: Nest, stages: list[Kept], emit: Callable[[Kept]
     for at in range(along.extent):
         w.pieces.at = at
         for k in stages:
-            cut = w.pieces.row in map(range_of, k.stage.spans)
+            cut = any(range_of(s) == w.pieces.row for s in k.stage.spans)
             for part in range(parts if cut else 1):
                 _enter(w, part)
                 emit(k)
@@ -102,6 +102,8 @@ def fold_along_strip(w: Writer, r: Reduce) -> Tile | None:
     pieces = w.pieces
     assert pieces is not None
     key = r, pieces.part
+    if w.depth:  # in a loop around the fold, whose values end with it
+        return None
     if key not in pieces.folds:
         found = window_along(r, tuple(pieces.loops))
         if found is None or is_position(r):
