@@ -188,6 +188,33 @@ def test_a_column_is_loaded_once_a_row() -> None:
     assert len(re.findall(r"acc\d = acc\d \+", source.text)) == 49
 
 
+def test_a_strip_that_ends_outside_reads_nothing_there() -> None:
+    """11 results of a row of 13 in strips of 4: the last one's last column would be the 14th."""
+    found, strides = proposed(PROGRAMS["no padding"]())
+    v = next(misfits(found[0]))
+    source = emit_kernel(v.nest, strides, v.options)
+    assert not isinstance(source, Refusal)
+    masks = dict(re.findall(r"(m\d+) = (.*)\n", source.text))
+    guarded = re.findall(r"tl.load\(in\d .*?mask=(m\d+)", source.text)
+    tests = [name for name, text in masks.items() if text.endswith("< 13")]
+    assert len(tests) == 1
+    assert [m for m in guarded if tests[0] in (m, *re.findall(r"m\d+", masks[m]))]
+
+
+def test_an_axis_that_looks_like_the_strip_is_not_taken_for_it() -> None:
+    """A strip over a whole row of 9, and a layer norm over 9 channels."""
+    found, strides = proposed(PROGRAMS["layer norm of 9x9 channels"]())
+    v = found[0]
+    assert v.options.strip is not None
+    assert all(x.nest.tile[v.options.strip] < 9 for x in found)
+    tile = tuple(9 if d == v.options.strip else n for d, n in enumerate(v.nest.tile))
+    nest = build_nest(tuple(st.staged for st in v.nest.stages), v.nest.root, tile)
+    assert not isinstance(nest, Refusal)
+    refusal = emit_kernel(nest, strides, v.options)
+    assert isinstance(refusal, Refusal)
+    assert "same range" in str(refusal)
+
+
 COMPILED = {
     "7x7 and layer norm": lambda: window((128, 96, 56, 56), 7, pad=3, dtype=BF16, norm=True),
     "3x3": lambda: window((32, 144, 56, 56), 3, pad=1, dtype=F16, residual=True),

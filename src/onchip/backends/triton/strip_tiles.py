@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil, log2, prod
 
-from onchip.backends.triton.placement import Kept, is_serial, range_of, whole_range
+from onchip.backends.triton.placement import Kept, is_serial
 from onchip.backends.triton.source import Options, Variant
-from onchip.backends.triton.strips import UNROLLED, window_along
+from onchip.backends.triton.strips import UNROLLED, distinct, window_along
 from onchip.backends.triton.writer import power_of_two
 from onchip.fusion.machine import Gpu
 from onchip.fusion.nest import Nest, build_nest
@@ -76,7 +76,7 @@ def strip_variants(
     found: list[tuple[float, Variant]] = []
     for tile, options in _choices(nest, window, whole[-1], base):
         cut = build_nest(staged, nest.root, tile)
-        if not isinstance(cut, Refusal) and _distinct(cut, kept, options):
+        if not isinstance(cut, Refusal) and distinct(cut, kept, options):
             found.append((_instructions(cut, window, options, gpu), Variant(cut, options)))
     found.sort(key=lambda x: x[0])
     return _diverse([v for _, v in found])
@@ -153,21 +153,6 @@ def _choices(
             chunk = block if parts > 1 else 0
             own = replace(base, strip=window.loop, chunk=chunk, lanes=lanes, warps=warps)
             yield tuple(tile), own
-
-
-def _distinct(nest: Nest, kept: list[Kept], o: Options) -> bool:
-    """Whether the strip's range, and the row's if it comes in parts, are no other axes', which
-    would be taken for them."""
-    assert o.strip is not None
-    root = next(st for st in nest.stages if st.staged is nest.root)
-    ranges = [range_of(s) for s in root.spans]
-    strip, row = ranges[o.strip], ranges[-1]
-    groups = [[range_of(s) for s in st.spans] for st in nest.stages]
-    folds = [
-        [whole_range(a) for a in r.axes] for k in kept for r in reduces(k.body) if not is_serial(r)
-    ]
-    once = all(g.count(strip) <= 1 and g.count(row) <= 1 for g in (*groups, *folds))
-    return once and strip != row and not any(strip in g for g in folds)
 
 
 def _instructions(nest: Nest, x: Window, o: Options, gpu: Gpu) -> float:
