@@ -189,10 +189,11 @@ def wait_for_cluster():  # for all of its programs; what they stored before can 
 
 @triton.jit
 def widen_bfloat16(x):  # two to a register: one instruction each, a conversion is three for two
-    return tl.inline_asm_elementwise(
+    bits = tl.inline_asm_elementwise(
         "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }",
-        "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2,
+        "=r,=r,r", [x], dtype=tl.int32, is_pure=True, pack=2,
     )  # fmt: skip
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from math import ceil, prod
 
 from onchip.backends.triton import spelling
 from onchip.backends.triton.indices import wide
-from onchip.backends.triton.placement import Kept, range_of
+from onchip.backends.triton.placement import Kept, is_serial, range_of, whole_range
 from onchip.backends.triton.reduce import (
     accumulated,
     begin_fold,
@@ -26,6 +26,7 @@ from onchip.backends.triton.reduce import (
     free_axes,
     is_position,
 )
+from onchip.backends.triton.source import Options
 from onchip.backends.triton.writer import Bound, CannotExpress, Pieces, Scope, Tile, Writer
 from onchip.fusion.nest import Nest
 from onchip.fusion.refusal import Rule
@@ -43,6 +44,9 @@ UNROLLED = 128
 def emit_pieces(w: Writer, nest: Nest, stages: list[Kept], emit: Callable[[Kept], None]) -> None:
     """The stages of a nest for each element of its strips, and each part of its rows."""
     assert w.options.strip is not None
+    if not distinct(nest, stages, w.options):
+        text = "another axis covers the same range as a strip, or a row in parts"
+        raise CannotExpress(Rule.UNSUPPORTED_EXPRESSION, nest.root.tensor.name, text)
     root = next(st for st in nest.stages if st.staged is nest.root)
     along, last = root.spans[w.options.strip], root.spans[-1]
     covers, row = range_of(along), range_of(last)
@@ -56,12 +60,27 @@ def emit_pieces(w: Writer, nest: Nest, stages: list[Kept], emit: Callable[[Kept]
     for at in range(along.extent):
         w.pieces.at = at
         for k in stages:
-            cut = w.pieces.row in map(range_of, k.stage.spans)
+            cut = any(range_of(s) == w.pieces.row for s in k.stage.spans)
             for part in range(parts if cut else 1):
                 _enter(w, part)
                 emit(k)
             for kept in w.pieces.kept if not cut else ():
                 kept[k.stage.tensor] = w.kept[k.stage.tensor]
+
+
+def distinct(nest: Nest, kept: list[Kept], o: Options) -> bool:
+    """Whether the strip's range, and the row's if it comes in parts, are no other axes', which
+    would be taken for them."""
+    assert o.strip is not None
+    root = next(st for st in nest.stages if st.staged is nest.root)
+    ranges = [range_of(s) for s in root.spans]
+    strip, row = ranges[o.strip], ranges[-1]
+    groups = [[range_of(s) for s in st.spans] for st in nest.stages]
+    folds = [
+        [whole_range(a) for a in r.axes] for k in kept for r in reduces(k.body) if not is_serial(r)
+    ]
+    once = all(g.count(strip) <= 1 and g.count(row) <= 1 for g in (*groups, *folds))
+    return once and strip != row and not any(strip in g for g in folds)
 
 
 def fold_parts(w: Writer, r: Reduce) -> Tile:
@@ -102,6 +121,8 @@ def fold_along_strip(w: Writer, r: Reduce) -> Tile | None:
     pieces = w.pieces
     assert pieces is not None
     key = r, pieces.part
+    if w.depth:  # in a loop around the fold, whose values end with it
+        return None
     if key not in pieces.folds:
         found = window_along(r, tuple(pieces.loops))
         if found is None or is_position(r):

@@ -140,7 +140,7 @@ def _variants_of(
     strips = strip_variants(staged, nest, kept, whole, strides, gpu, base)
     if strips:
         found = _single_elements(staged, root, nest, kept, whole, strides, gpu, base)
-        return strips + (found[:2] if isinstance(found, list) else [])
+        return strips + (found[:1] if isinstance(found, list) else [])
     return _single_elements(staged, root, nest, kept, whole, strides, gpu, base)
 
 
