@@ -231,15 +231,36 @@ def test_changed_weights_are_recorded_again(prepared):
     assert entry.graphs.records == before
 
 
-def test_weights_that_change_at_every_call_are_not_recorded_for_ever(prepared):
+@pytest.mark.parametrize("times", [(100.0, 10.0, 20.0), (100.0, 10.0, 200.0)])  # own, lent
+def test_weights_that_change_at_every_call_are_not_recorded_for_ever(prepared, times):
+    """As in a training loop that evaluates after each step. When it is over graphs are used."""
     m = Fn(lambda s, x: torch.cumsum(x * s.w, 0), w=torch.ones(3))
     x = torch.randn(4, 3)
-    entry = prepared(m, (x,), (100.0, 10.0, 200.0))
-    for k in range(60):
+    entry = prepared(m, (x,), times)
+    made = entry.graphs
+    for k in range(100):
         m.w = torch.full((3,), float(k))
         got = call(entry, x)
         same(m(x) if got is None else got[0], m(x))
-    assert entry.graphs.records <= graphs.PATIENCE + 60 / graphs.LEAST_CALLS
+    assert made.records <= graphs.PATIENCE
+    for _ in range(graphs.LEAST_CALLS * graphs.PATIENCE + 1):
+        got = call(entry, x)
+        same(m(x) if got is None else got[0], m(x))
+    assert got is not None
+    assert made.records <= graphs.PATIENCE + 2
+
+
+@pytest.mark.parametrize("times", [(100.0, 10.0, 20.0), (100.0, 10.0, 200.0)])
+def test_graphs_that_serve_many_calls_are_recorded_for_each_change(prepared, times):
+    m = Fn(lambda s, x: torch.cumsum(x * s.w, 0), w=torch.ones(3))
+    x = torch.randn(4, 3)
+    entry = prepared(m, (x,), times)
+    for k in range(3 * graphs.PATIENCE):
+        m.w = torch.full((3,), float(k))
+        for _ in range(3 * graphs.LEAST_CALLS):
+            got = call(entry, x)
+            same(m(x) if got is None else got[0], m(x))
+        assert got is not None
 
 
 def test_expanded_and_strided_inputs(prepared):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 
@@ -12,7 +13,15 @@ from onchip.capture import schema
 from onchip.capture.captured import Captured, Result
 from onchip.fusion.layout import captured_strides, contiguous
 from onchip.ir.expr import Tensor
-from onchip.planning.plan import GPU_POINTER, CallStep, Derived, KernelStep, LibraryStep, Plan
+from onchip.planning.plan import (
+    GPU_POINTER,
+    CallStep,
+    Derived,
+    DeviceCode,
+    KernelStep,
+    LibraryStep,
+    Plan,
+)
 from onchip.planning.values import aligned
 from onchip.runtime.aliasing import Memory, analyse
 from onchip.runtime.arena import (
@@ -24,6 +33,7 @@ from onchip.runtime.arena import (
     plan_offsets,
     rounded,
 )
+from onchip.runtime.tensors import copied, restride, view_of
 
 PROGRAM = "<onchip program>"  # in place of a file name, in tracebacks
 
@@ -56,30 +66,6 @@ def check_status(status: int, name: str) -> None:
     raise RuntimeError(f"kernel {name} failed with status {status}; please report this")
 
 
-def restride(t: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """The same elements with these strides (a copy, unless only axes of size 1 differ)."""
-    if all(a == b or n <= 1 for a, b, n in zip(t.stride(), strides, t.shape, strict=True)):
-        return t.as_strided(t.shape, strides)
-    out = torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device)
-    return out.copy_(t)
-
-
-def copied(t: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
-
-
-def view_of(
-    base: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...],
-    shift: int,
-) -> torch.Tensor:  # fmt: skip
-    """A view of `base`'s storage that starts `shift` bytes after `base` does."""
-    if base.dtype is dtype:
-        return base.as_strided(shape, strides, base.storage_offset() + shift // base.itemsize)
-    start = (base.storage_offset() * base.itemsize + shift) // dtype.itemsize
-    out = torch.empty(0, dtype=dtype, device=base.device)
-    return out.set_(base.untyped_storage(), start, shape, strides)
-
-
 class _Writer:
     def __init__(self, captured: Captured, plan: Plan, device: torch.device) -> None:
         self.captured, self.graph, self.plan, self.device = captured, captured.graph, plan, device
@@ -87,6 +73,9 @@ class _Writer:
             "check_status": check_status, "restride": restride, "copied": copied,
             "flat_results": schema.flat_results, "view_of": view_of, "aligned": aligned,
         }  # fmt: skip
+        self.on_gpu = device.type == "cuda"
+        if self.on_gpu:
+            self.globals["current_stream"] = torch._C._cuda_getCurrentRawStream
         self.lines: list[str] = []
         self.count = 0
         self.names: dict[Tensor, str] = {}
@@ -96,6 +85,8 @@ class _Writer:
         self.constants = [*captured.slots, *prepared]
         self.last: dict[Tensor, int] = _last_uses(plan)
         self.workspace_index: dict[tuple[int, int], int] = {}
+        self.addresses: dict[Tensor, str] = {}  # names of those that a call has looked up
+        self.restrided: set[Tensor] = set()
 
     # -- values
 
@@ -153,6 +144,9 @@ class _Writer:
         unpack = "".join(f"i{i}, " for i in range(len(self.graph.inputs)))
         head = ["def run(inputs, w, p, t, d, arena):"]
         head += [f"    {unpack}= inputs"] if unpack else []
+        head += ["    at = arena.pointers"] if arenas is not None else []
+        if self.on_gpu:
+            head += [f"    stream = current_stream({self.device.index or 0})"]
         source = "\n".join([*head, *("    " + x for x in self.lines)]) + "\n"
         exec(compile(source, PROGRAM, "exec"), self.globals)
         return Executable(
@@ -232,45 +226,57 @@ class _Writer:
             self.require_strides(t)
         for t in step.outputs:
             if t in self.memory.escaping:
-                pool = OutputPool(t.shape, self.strides(t), torch_dtype(t), self.device)
                 self.names[t] = self.fresh()
-                self.lines.append(f"{self.names[t]} = {self.constant(pool.take)}()")
+                self.lines.append(f"{self.names[t]} = {self.constant(self.maker(t))}()")
         first = len(self.derived)
         self.derived.extend(step.derived)
-        copies: list[str] = []
-        pointers = [self.pointer(t) if self.is_aligned(t) else self.aligned_pointer(t, copies)
-                    for t in step.inputs]  # fmt: skip
+        pointers = [self.pointer(t) for t in step.inputs]
         pointers += [f"d[{first + i}]" for i in range(len(step.derived))]
         pointers += [self.pointer(t) for t in step.outputs]
-        pointers += [
-            f"arena.pointers[{self.workspace_index[k, i]}]" for i in range(len(step.workspace))
-        ]
+        pointers += [f"at[{self.workspace_index[k, i]}]" for i in range(len(step.workspace))]
+        if self.on_gpu:
+            enqueue = self.constant(cast(DeviceCode, step.kernel).enqueue)
+            given = "".join(p + ", " for p in pointers)
+            self.lines.append(f"{enqueue}(({given}), stream)  # {step.name}")
+            return
         run = self.constant(step.kernel.run)
         self.lines.append(f"s = {run}([{', '.join(pointers)}])  # {step.name}")
         self.lines.append(f"if s: check_status(s, {step.name!r})")
-        if copies:
-            self.lines.append(" = ".join(copies) + " = None")
+
+    def maker(self, t: Tensor) -> Callable[[], torch.Tensor]:
+        """What makes a new tensor for a result. On a GPU PyTorch's allocator is the pool."""
+        shape, strides, dtype = t.shape, self.strides(t), torch_dtype(t)
+        if self.on_gpu:
+            return partial(torch.empty_strided, shape, strides, dtype=dtype, device=self.device)
+        return OutputPool(shape, strides, dtype, self.device).take
 
     def is_aligned(self, t: Tensor) -> bool:
         """Whether a pointer needs no look: kernels for the CPU take any, what kernels write is
         allocated well, and a weight's place is guarded (weights.py)."""
-        if self.device.type != "cuda" or t in self.memory.written:
+        if not self.on_gpu or t in self.memory.written:
             return True
         slot = self.captured.slots.get(t)
         return slot is not None and slot.fetch().data_ptr() % GPU_POINTER == 0
 
-    def aligned_pointer(self, t: Tensor, copies: list[str]) -> str:
-        """The pointer of what may be a view into the middle of something, or of a copy of it, whose
-        name is added to `copies`: it must live until the kernel is enqueued."""
-        name = self.fresh()
-        self.lines.append(f"{name} = aligned({self.names[t]})")
-        copies.append(name)
-        return f"{name}.data_ptr()"
+    def address(self, t: Tensor) -> str:
+        """A name for the address of a tensor that the call has in hand, looked up once. What may be
+        a view into the middle of something is copied, where it is one: the copy lives as long as
+        the call, since other kernels may read it."""
+        if t not in self.addresses:
+            name, at = self.names[t], f"x{len(self.addresses)}"
+            self.addresses[t] = at
+            self.lines.append(f"{at} = {name}.data_ptr()")
+            if not self.is_aligned(t):
+                copy = f"({self.fresh()} := aligned({name}))"
+                self.lines.append(f"if {at} % {GPU_POINTER}: {at} = {copy}.data_ptr()")
+        return self.addresses[t]
 
     def require_strides(self, t: Tensor) -> None:
         """A library result has the strides that the kernel was generated for, or is copied."""
-        if t in self.memory.written or t in self.graph.inputs or t in self.captured.slots:
+        given = t in self.memory.written or t in self.graph.inputs or t in self.captured.slots
+        if given or t in self.restrided:
             return
+        self.restrided.add(t)
         name = self.names[t]
         if name.startswith("v"):
             expected = self.strides(t)
@@ -280,11 +286,11 @@ class _Writer:
 
     def pointer(self, t: Tensor) -> str:
         name = self.names[t]
-        if name.startswith("w["):
+        if name.startswith("w[") and self.is_aligned(t):
             return f"p[{name[2:-1]}]"
         if name.startswith("arena."):
-            return f"arena.pointers[{self.arena_index[t]}]"
-        return f"{name}.data_ptr()"
+            return f"at[{self.arena_index[t]}]"
+        return self.address(t)
 
     def release(self, k: int) -> None:
         """Drop library results after their last use, so that their memory is free early."""

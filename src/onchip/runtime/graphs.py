@@ -32,14 +32,16 @@ from onchip.ir.expr import Tensor
 from onchip.planning.plan import LibraryStep, Plan
 from onchip.planning.recording import record
 from onchip.runtime.arena import Arena, use_count
-from onchip.runtime.executable import PROGRAM, Executable, view_of
+from onchip.runtime.executable import PROGRAM, Executable
+from onchip.runtime.tensors import again, copy_of, distinct, view_of
 from onchip.runtime.weights import Snapshot
 
 ROUNDS = 9  # of measuring: graph or not
 LEAST_GAIN = 0.02  # a graph that saves less is not worth its memory
 MOST_LENT = 4  # graphs on callers' memory, for each stream
 STREAMS = 4
-# Graphs whose weights change are recorded again, as long as each served so many calls.
+# Graphs are recorded again (for other weights, or another caller's memory) as long as each served
+# so many calls, or so many came without a change of the weights. So many are recorded before.
 LEAST_CALLS = 4
 PATIENCE = 8
 
@@ -86,20 +88,18 @@ class Instance:
     own: list[torch.Tensor] | None
     results: list[torch.Tensor | None]
     storages: list[torch.UntypedStorage] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
+    counts: list[tuple[int, int]] = field(default_factory=list)  # _cdata of a storage, its holders
 
     def __post_init__(self) -> None:
         kept = {id(t): t for t in self.results if t is not None}
         storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in kept.values()}
         self.storages = list(storages.values())
         if use_count is not None:
-            self.counts = [use_count(s._cdata) for s in self.storages]
+            self.counts = [(s._cdata, use_count(s._cdata)) for s in self.storages]
 
     def free(self) -> bool:
         """Whether nobody else holds a result."""
-        return use_count is not None and all(
-            use_count(s._cdata) <= n for s, n in zip(self.storages, self.counts, strict=True)
-        )
+        return use_count is not None and all(use_count(data) <= n for data, n in self.counts)
 
 
 @dataclass(eq=False)
@@ -109,6 +109,7 @@ class Lane:
     arena: Arena | None
     pool: Any = None
     lock: threading.Lock = field(default_factory=threading.Lock)
+    snapshot: Snapshot | None = None  # the weights of the graphs
     own: Instance | None = None
     lent: deque[Instance] = field(default_factory=lambda: deque(maxlen=MOST_LENT))
     seen: deque[tuple[int, ...]] = field(default_factory=lambda: deque(maxlen=MOST_LENT))
@@ -131,7 +132,8 @@ class Graphs:
         self.mutated, self.constants = mutated, constants
         self.lanes: dict[int, Lane] = {}
         self.lock = threading.Lock()
-        self.records = self.calls = 0
+        self.snapshot: Snapshot | None = None  # the latest call's
+        self.records = self.served = self.calls = 0
         self.copying = False  # a graph pays although inputs are copied in and results out
         blockers = find_blockers(captured, plan, device)
         self.coverage = GraphCoverage(False, _blocked(blockers), blockers)
@@ -157,7 +159,7 @@ class Graphs:
 
     def _prepare(self, stream: int, inputs: Sequence[torch.Tensor], now: Snapshot) -> None:
         lane = self.lanes[stream] = self._new_lane()
-        own, inputs = ([_copy(x) for x in inputs] for _ in range(2))
+        own, inputs = ([copy_of(x) for x in inputs] for _ in range(2))
         for _ in range(2):
             self._launch(own, now, lane.arena)
         lane.own = mine = self._record(lane, own, now, own)
@@ -213,7 +215,8 @@ class Graphs:
             return None
         with lane.lock:
             self.calls += 1
-            self._forget(lane, now)
+            if lane.snapshot is not now:
+                self._forget(lane, now)
             try:
                 return self._serve(lane, inputs, now)
             except _CannotRecord as failure:
@@ -223,33 +226,48 @@ class Graphs:
     def _serve(
         self, lane: Lane, inputs: Sequence[torch.Tensor], now: Snapshot
     ) -> list[torch.Tensor] | None:
-        pointers = tuple(x.data_ptr() for x in inputs)
-        known = pointers in lane.seen
-        if not known:
-            lane.seen.append(pointers)
-        mine = next((i for i in lane.lent if i.pointers == pointers and i.free()), None)
-        if mine is None and known and self._worth_recording():
-            mine = self._record(lane, inputs, now, None)
-            lane.lent.append(mine)  # the oldest goes
+        pointers = tuple([x.data_ptr() for x in inputs])
+        mine = self._lent(lane, pointers)
+        if mine is None:
+            known = pointers in lane.seen
+            if not known:
+                lane.seen.append(pointers)
+            elif use_count is not None and self._worth_recording():
+                mine = self._record(lane, inputs, now, None)
+                lane.lent.append(mine)  # the oldest goes
         if mine is not None:
+            self.served += 1
             mine.graph.replay()
             self._count_writes(inputs, now)
             return self._results(mine, inputs, now, copied=False)
         if not self.copying:
             return None
         if lane.own is None:
-            own = [_copy(x) for x in inputs]
+            if not self._worth_recording():
+                return None
+            own = [copy_of(x) for x in inputs]
             lane.own = self._record(lane, own, now, own)
+        self.served += 1
         return self._copied(lane.own, inputs, now)
 
+    @staticmethod
+    def _lent(lane: Lane, pointers: tuple[int, ...]) -> Instance | None:
+        """A graph on this memory that may run again."""
+        for i in lane.lent:
+            if i.pointers == pointers and i.free():
+                return i
+        return None
+
     def _worth_recording(self) -> bool:
-        """Results must be known to be dropped; and what is recorded must be used."""
-        return use_count is not None and (
-            self.records < PATIENCE or self.calls > LEAST_CALLS * self.records
-        )
+        """What is recorded must be used."""
+        return self.records < PATIENCE or self.calls > LEAST_CALLS * self.records
 
     def _forget(self, lane: Lane, now: Snapshot) -> None:
-        """Drop graphs of weights that were replaced since."""
+        """Drop graphs of weights that were replaced since. Of the calls with those, only the ones
+        that a graph served are a reason to record another."""
+        if self.snapshot is not now:
+            self.snapshot, self.calls = now, self.served + 1
+        lane.snapshot = now
         if lane.own is not None and lane.own.snapshot is not now:
             lane.own = None
         for i in [i for i in lane.lent if i.snapshot is not now]:
@@ -302,7 +320,7 @@ class Graphs:
         """Replay on copies of the inputs; results are copies, and writes are copied back."""
         assert mine.own is not None
         for to, x in zip(mine.own, inputs, strict=True):
-            _distinct(to).copy_(_distinct(x.detach()))
+            distinct(to).copy_(distinct(x.detach()))
         mine.graph.replay()
         for i in self.mutated:
             inputs[i].copy_(mine.own[i])
@@ -311,6 +329,8 @@ class Graphs:
 
     def _count_writes(self, inputs: Sequence[torch.Tensor], now: Snapshot) -> None:
         """Let PyTorch know what the replay wrote: other programs' derived weights depend on it."""
+        if not self.constants and not self.mutated:
+            return
         written = [now.values[t] for t in self.constants]
         written += [inputs[i] for i in self.mutated] if inputs else []
         for t in written:
@@ -326,7 +346,7 @@ class Graphs:
         out: list[torch.Tensor] = []
         for t, how in zip(mine.results, self.captured.results, strict=True):
             if t is not None:
-                out.append(_again(t, copies) if copied else t.detach())
+                out.append(again(t, copies) if copied else t.detach())
                 continue
             assert how.alias is not None
             kind, key = how.alias
@@ -334,34 +354,6 @@ class Graphs:
             moved = (how.dtype, how.shape, how.strides, how.shift)
             out.append(base if how.same else view_of(base, *moved))
         return out
-
-
-def _again(t: torch.Tensor, copies: dict[int, torch.UntypedStorage]) -> torch.Tensor:
-    """A copy of a tensor, on the copy of its storage that `copies` holds already, if any."""
-    if t.is_conj() or t.is_neg():
-        return t.clone()
-    storage = t.untyped_storage()
-    if storage._cdata not in copies:
-        whole = torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage)
-        copies[storage._cdata] = whole.clone().untyped_storage()
-    out = torch.empty(0, dtype=t.dtype, device=t.device)
-    return out.set_(copies[storage._cdata], t.storage_offset(), t.shape, t.stride())
-
-
-def _copy(x: torch.Tensor) -> torch.Tensor:
-    """The same elements with the same strides; an expanded tensor stays expanded."""
-    with torch.inference_mode(False), torch.no_grad():  # calls in any mode write it later
-        out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-        _distinct(out).copy_(_distinct(x.detach()))
-    return out
-
-
-def _distinct(x: torch.Tensor) -> torch.Tensor:
-    """Each element of an expanded tensor once: a copy may not write one twice."""
-    if 0 not in x.stride():
-        return x
-    shape = [min(n, 1) if s == 0 else n for n, s in zip(x.shape, x.stride(), strict=True)]
-    return x.as_strided(shape, x.stride())
 
 
 def _blocked(blockers: tuple[Blocker, ...]) -> str:
