@@ -38,7 +38,8 @@ def record(run: Callable[[], T], device: torch.device, pool: Any = None) -> Reco
     called before: what libraries do at their first call can't be recorded.
 
     Raises what `run` raises: RuntimeError where an operator waits for the GPU, copies from or to
-    the CPU's pageable memory, or the like. Other threads may use the GPU meanwhile.
+    the CPU's pageable memory, or the like. Other threads may use the GPU meanwhile, but before
+    PyTorch 2.14 not draw random numbers from its default generator, which knows of the capture.
     """
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
     with torch.cuda.device(device), _lock, _no_collection(), torch.inference_mode(False):
