@@ -308,6 +308,7 @@ class Driver:
         self.calls: list[tuple] = []
         self.codes: dict[str, list[int]] = {}
         self.counts: dict[int, int] = {}
+        self.attributes: list[list[tuple]] = []  # of each launch: number, value
         for name, arguments in launcher._FUNCTIONS.items():
             made = ctypes.CFUNCTYPE(ctypes.c_int, *(arguments or [ctypes.c_void_p] * 4))(
                 lambda *a, name=name: self.called(name, a)
@@ -326,8 +327,10 @@ class Driver:
             addresses = (ctypes.c_void_p * self.counts[handle]).from_address(parameters)
             values = [ctypes.c_uint64.from_address(a).value for a in addresses]
             sizes = list((ctypes.c_uint * 7).from_address(config))
-            stream, attributes, count = (ctypes.c_uint64 * 3).from_address(config + 32)
-            assert (attributes, count, extra) == (0, 0, None)
+            stream, at, count = (ctypes.c_uint64 * 3).from_address(config + 32)
+            assert extra is None
+            words = [(ctypes.c_uint * 5).from_address(at + 72 * n) for n in range(count & 0xFFFF)]
+            self.attributes.append([(w[0], *w[2:]) for w in words])
             arguments = (handle, *sizes, stream, values)
         elif name == "cuModuleGetFunction":
             handle = 1000 + len(self.counts)
@@ -378,6 +381,26 @@ def test_launches_in_order_with_their_own_pointers(cache, driver):
     ]
     assert len(driver.named("cuModuleLoadData")) == 2  # loaded once, none for the empty launch
     assert driver.named("cuFuncSetAttribute") == []
+    assert driver.attributes == [[]] * 6
+
+
+@needs_triton
+@pytest.mark.parametrize(("cluster", "allowed"), [(8, []), (16, [(1000, 14, 1)])])
+def test_clusters_and_early_starts_are_asked_for(cache, driver, cluster, allowed):
+    launches = (
+        Launch("kernel", 32, (0, 1, 2), cluster=cluster, waits=True),
+        Launch("second", 9, (3, 1, 2)),
+    )
+    (b,) = built(TritonSource(TWO, launches, (), (), ("*fp32",) * 4))
+    pointers = [16, 32, 48, 64]
+    b.run(pointers)
+    with launcher.early_starts():
+        b.run(pointers)
+    b.run(pointers)
+    assert driver.named("cuFuncSetAttribute") == allowed
+    shape, early = (4, cluster, 1, 1), (6, 1, 0, 0)
+    # a kernel that does not wait by itself may not start early
+    assert driver.attributes == [[shape], [], [shape, early], [], [shape], []]
 
 
 @needs_triton

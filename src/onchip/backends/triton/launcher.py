@@ -6,12 +6,13 @@ graph can record it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,18 @@ from onchip.errors import CompilerError, DeviceError
 _INVALID_CONTEXT = 201
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _REGISTERS = 4  # CU_FUNC_ATTRIBUTE_NUM_REGS
+_WIDE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_DEPENDENT = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _FREE_SHARED = 48 << 10  # bytes that a launch may ask for without saying so before
+_FREE_CLUSTER = 8  # programs of a cluster that a launch may ask for without saying so before
 _ALIGNMENT = 16  # bytes, of every pointer: kernels are compiled for it
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16)]
 
 
 class _Config(ctypes.Structure):
@@ -38,20 +49,37 @@ class _Config(ctypes.Structure):
         ("block", ctypes.c_uint * 3),
         ("shared_bytes", ctypes.c_uint),
         ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
         ("count", ctypes.c_uint),
     ]
 
 
+_mode = threading.local()
+
+
+@contextlib.contextmanager
+def early_starts() -> Iterator[None]:
+    """Inside, this thread's launches of kernels that wait for the one before them by themselves
+    (Launch.waits) say so: such a kernel's programs start while the last ones of the kernel before
+    are running (programmatic dependent launch)."""
+    _mode.early = True
+    try:
+        yield
+    finally:
+        _mode.early = False
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Function:
-    """One launch, ready: what cuLaunchKernelEx takes. config: the launch's size and stream;
-    parameters: where each of its pointers is found (Launcher keeps them in one place)."""
+    """One launch, ready: what cuLaunchKernelEx takes. config: the launch's size, stream and
+    attributes; parameters: where each of its pointers is found (Launcher keeps them in one place);
+    counts: of the attributes, without and with an early start."""
 
     handle: ctypes.c_void_p
     name: str
     config: _Config
     parameters: ctypes.Array[ctypes.c_void_p]
+    counts: tuple[int, int]
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -80,7 +108,7 @@ class Launcher:
         self._count = 1 + max((n for x in built.launches for n in x.arguments), default=-1)
         self._slots = (ctypes.c_uint64 * (self._count + 1))()  # of pointers; the last stays null
         self._put = struct.Struct(f"={self._count}Q").pack_into
-        self._stream = 0
+        self._stream, self._early = 0, False
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # the runtime makes its context now
             self._functions = tuple(
@@ -104,12 +132,17 @@ class Launcher:
 
     def enqueue(self, pointers: Sequence[int], stream: int) -> None:
         """`run`, for pointers that are known to be aligned."""
+        early = getattr(_mode, "early", False)
         with self._lock:
             self._put(self._slots, 0, *pointers[: self._count])
             if stream != self._stream:
                 for f in self._functions:
                     f.config.stream = stream
                 self._stream = stream
+            if early is not self._early:
+                for f in self._functions:
+                    f.config.count = f.counts[early]
+                self._early = early
             for f, arguments in self._calls:
                 code = self._launch(*arguments)
                 if code == _INVALID_CONTEXT:  # this thread's first use of the GPU
@@ -126,12 +159,20 @@ def _function(launch: Launch, cubin: Cubin, slots: ctypes.Array[ctypes.c_uint64]
     if shared > _FREE_SHARED:
         code = driver().cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED, shared)
         _check(code, f"giving {cubin.name} {shared} bytes of shared memory")
+    if launch.cluster > _FREE_CLUSTER:
+        code = driver().cuFuncSetAttribute(handle, _WIDE_CLUSTERS, 1)
+        _check(code, f"letting {cubin.name} run in clusters of {launch.cluster}")
     null = len(slots) - 1  # for Triton's own pointers
     places = [*launch.arguments, *[null] * (cubin.parameters - len(launch.arguments))]
     first = ctypes.addressof(slots)
     parameters = (ctypes.c_void_p * len(places))(*[first + 8 * n for n in places])
     grid, block = (launch.programs, 1, 1), (32 * cubin.resources.warps, 1, 1)
-    return Function(handle, cubin.name, _Config(grid, block, shared, None, None, 0), parameters)
+    plain = [_Attribute(_CLUSTER, 0, (launch.cluster, 1, 1))] * (launch.cluster > 1)
+    early = [_Attribute(_DEPENDENT, 0, (1,))] * launch.waits  # the last one, so that it can be left
+    attributes = (_Attribute * 2)(*plain, *early)
+    counts = len(plain), len(plain) + len(early)
+    config = _Config(grid, block, shared, None, attributes, counts[0])
+    return Function(handle, cubin.name, config, parameters, counts)
 
 
 @functools.cache
