@@ -41,7 +41,9 @@ def happens_before(branches, waits=None):
     """For each step all that is done when it starts: what it waits for, what stands before it on
     its stream, and what is done before those."""
     done, tails = [], {}
-    for k, (stream, wanted) in enumerate(zip(branches.streams, waits or branches.waits)):
+    for k, (stream, wanted) in enumerate(
+        zip(branches.streams, waits or branches.waits, strict=True)
+    ):
         done.append(set())
         if stream is None:
             continue
@@ -128,9 +130,9 @@ def test_memory_is_shared_in_order_only(wanted, asked):
         steps = sorted(draw.sample(readers, min(len(readers), draw.randrange(3))))
         buffers.append(Buffer(nbytes, (first, *steps)))
     offsets, total = plan_offsets(buffers, 64, found.together)
-    for i, (a, at) in enumerate(zip(buffers, offsets)):
+    for i, (a, at) in enumerate(zip(buffers, offsets, strict=True)):
         assert at + a.nbytes <= total
-        for b, other in zip(buffers[:i], offsets):
+        for b, other in zip(buffers[:i], offsets[:i], strict=True):
             if a.nbytes and b.nbytes and at < other + b.nbytes and other < at + a.nbytes:
                 uses = [{k for k in x.steps if found.streams[k] is not None} for x in (a, b)]
                 assert uses[0] <= done[b.steps[0]] or uses[1] <= done[a.steps[0]]
@@ -266,7 +268,9 @@ class Watch(TorchDispatchMode):
 def place(x):
     if isinstance(x, tuple):
         return x[0], x[0] + x[1]
-    reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride())) + 1 if x.numel() else 0
+    reach = (
+        sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() else 0
+    )
     return x.data_ptr(), x.data_ptr() + reach * x.itemsize
 
 
@@ -369,12 +373,14 @@ def strided(s, x):
 
 
 def reused(s, x):
-    """Results that one stream makes and another one still reads while it goes on."""
+    """Results and views of them that one stream makes and another one still reads while the first
+    goes on."""
     a = torch.cumsum(x, 0)
-    side = torch.cumsum(torch.cumprod(a, 0), 1)
-    for _ in range(5):
+    b = torch.cumprod(a, 1)
+    x, side, part = torch.cumsum(b, 0), torch.cumprod(a, 0), torch.cumsum(b[1:], 1)
+    for _ in range(3):
         x = torch.cumsum(torch.cumprod(x, 1), 0)
-    return x, torch.cumsum(side, 0), a[1:].sort(0).values
+    return x, torch.cumsum(side, 0), part
 
 
 def writes(s, x):

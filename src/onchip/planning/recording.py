@@ -81,7 +81,7 @@ def _own_stream(n: int) -> torch.cuda.Stream:
 class Streams:
     """Streams of the branches of one recorded call, inside which this is a context. Number 0 is the
     one that is recorded on; another becomes part of the recording by what it waits for first, and
-    number 0 must wait for its last work in the end. They are also streams like any others."""
+    number 0 must wait for its last work in the end."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         with torch.cuda.device(device):

@@ -42,7 +42,7 @@ def analyse(captured: Captured, plan: Plan) -> Memory:
     results = ["alias" if _reproducible(captured, r) else "computed" for r in captured.results]
     computed = [t for t, r in zip(graph.outputs, results, strict=True) if r == "computed"]
     escaping = {x for t in computed for x in roots.get(t, {t})} & set(written)
-    uses = {t: (k,) for t, k in written.items()}
+    uses: dict[Tensor, tuple[int, ...]] = {t: (k,) for t, k in written.items()}
     reads = [(k, t) for k, s in enumerate(plan.steps) for t in s.inputs]
     reads += [(len(plan.steps), m.value) for m in graph.mutations]
     for k, t in reads:
