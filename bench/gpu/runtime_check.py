@@ -461,40 +461,75 @@ def branches_write(settings: Settings) -> str:
 
 
 def branches_on_threads(settings: Settings) -> str:
-    """Two threads on streams of their own, while a third one compiles and records."""
+    """Threads on streams of their own, which record and replay side by side."""
     model = Inception().eval().to(DEVICE)
     inputs = [torch.randn(1, 32, n, n, device=DEVICE) for n in (28, 28, 24)]
     wanted = [model(x) for x in inputs]
-    compiling = threading.Event()
     failed: list[str] = []
     with forced():
         program = compiled(model, (inputs[0],), settings)
+        near(program(inputs[2]), wanted[2])
         at_once(program, settings)
 
         def work(n: int) -> None:
             try:
                 with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
-                    calls = 0
-                    while compiling.is_set() or calls < 60:
+                    for _ in range(60):
                         near(program(inputs[n]), wanted[n])
-                        calls += 1
             except Exception:
                 failed.append(traceback.format_exc(limit=3))
 
         wait()
-        compiling.set()
-        started = [threading.Thread(target=work, args=(n,)) for n in (0, 1)]
+        started = [threading.Thread(target=work, args=(n,)) for n in range(3)]
         for t in started:
             t.start()
-        try:
-            for _ in range(60):
-                near(program(inputs[2]), wanted[2])
-        finally:
-            compiling.clear()
-            for t in started:
-                t.join()
+        for t in started:
+            t.join()
     assert not failed, failed[0]
     return about(program)
+
+
+def branches_that_fail(settings: Settings) -> str:
+    """A recording that breaks off on another stream than its first leaves nothing behind."""
+    if settings.cuda_graph == "off":
+        return "see the other"
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = torch.randn(1 << 16, device=DEVICE)
+    x.sum().item()
+    before = torch.cuda.current_stream()
+
+    def run(last: Callable[[torch.Tensor], object]) -> torch.Tensor:
+        with Streams(3, device) as streams:
+            start = streams.mark()
+            streams.go(1, start)
+            y = x * 2
+            streams.go(2, start)
+            z = x * 3
+            streams.go(1)
+            last(y)
+            done = streams.mark()
+            streams.go(2, done)
+            total = y + z
+            streams.go(0, streams.mark())
+            return total
+
+    def breaks_off(y: torch.Tensor) -> None:
+        raise RuntimeError("on purpose")
+
+    for last in (torch.Tensor.item, breaks_off):
+        try:
+            record(lambda last=last: run(lambda y: last(y.sum())), device)
+        except RuntimeError:
+            pass
+        else:
+            raise AssertionError("it can't be recorded")
+        assert torch.cuda.current_stream() == before
+        assert not torch.cuda.is_current_stream_capturing()
+        mine = record(lambda: run(lambda y: y), device)
+        x.normal_()
+        mine.replay()
+        near(mine.result, x * 5)
+    return "recorded afterwards"
 
 
 def branches_bitwise(settings: Settings) -> str:
@@ -612,7 +647,7 @@ def report(settings: Settings) -> str:
 CHECKS: list[Callable[[Settings], str]] = [
     conv_net, conv_net_half, mlp_eval, mlp_dropout, batch_norm_training, two_shapes, kept_results,
     written_inputs, changed_weights, askew_inputs, streams, threads, callers_own_graph,
-    branches_join, branches_write, branches_on_threads, branches_bitwise,
+    branches_join, branches_write, branches_on_threads, branches_that_fail, branches_bitwise,
     scalar_on_cpu, waits_for_the_gpu, latency, report,
 ]  # fmt: skip
 
