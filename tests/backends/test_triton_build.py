@@ -9,6 +9,8 @@ import importlib.util
 import json
 import re
 import signal
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -306,8 +308,9 @@ class Driver:
         self.calls: list[tuple] = []
         self.codes: dict[str, list[int]] = {}
         self.counts: dict[int, int] = {}
+        self.attributes: list[list[tuple]] = []  # of each launch: number, value
         for name, arguments in launcher._FUNCTIONS.items():
-            made = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(
+            made = ctypes.CFUNCTYPE(ctypes.c_int, *(arguments or [ctypes.c_void_p] * 4))(
                 lambda *a, name=name: self.called(name, a)
             )
             setattr(self, name, made)
@@ -319,11 +322,16 @@ class Driver:
                 self.text, ctypes.c_void_p
             ).value
             return 0
-        if name == "cuLaunchKernel":
-            count = self.counts[arguments[0]]
-            addresses = (ctypes.c_void_p * count).from_address(arguments[9])
+        if name == "cuLaunchKernelEx":
+            config, handle, parameters, extra = arguments
+            addresses = (ctypes.c_void_p * self.counts[handle]).from_address(parameters)
             values = [ctypes.c_uint64.from_address(a).value for a in addresses]
-            arguments = (arguments[0], *arguments[1:9], values, arguments[10])
+            sizes = list((ctypes.c_uint * 7).from_address(config))
+            stream, at, count = (ctypes.c_uint64 * 3).from_address(config + 32)
+            assert extra is None
+            words = [(ctypes.c_uint * 5).from_address(at + 72 * n) for n in range(count & 0xFFFF)]
+            self.attributes.append([(w[0], *w[2:]) for w in words])
+            arguments = (handle, *sizes, stream, values)
         elif name == "cuModuleGetFunction":
             handle = 1000 + len(self.counts)
             ctypes.c_void_p.from_address(arguments[0]).value = handle
@@ -362,14 +370,55 @@ def test_launches_in_order_with_their_own_pointers(cache, driver):
     (b,) = built(TritonSource(TWO, launches, (), (), types))
     assert b.run([16, 32, 48, 64], 77) == 0
     assert b.run([160, 320, 480, 640], 78) == 0
-    assert driver.named("cuLaunchKernel") == [
-        (1000, 7, 1, 1, 128, 1, 1, 0, 77, [16, 32, 64, 0, 0], None),
-        (1001, 9, 1, 1, 64, 1, 1, 0, 77, [64, 32, 48, 0, 0], None),
-        (1000, 7, 1, 1, 128, 1, 1, 0, 78, [160, 320, 640, 0, 0], None),
-        (1001, 9, 1, 1, 64, 1, 1, 0, 78, [640, 320, 480, 0, 0], None),
+    b.launcher(0).enqueue((16, 32, 48, 64), 0)
+    assert driver.named("cuLaunchKernelEx") == [
+        (1000, 7, 1, 1, 128, 1, 1, 0, 77, [16, 32, 64, 0, 0]),
+        (1001, 9, 1, 1, 64, 1, 1, 0, 77, [64, 32, 48, 0, 0]),
+        (1000, 7, 1, 1, 128, 1, 1, 0, 78, [160, 320, 640, 0, 0]),
+        (1001, 9, 1, 1, 64, 1, 1, 0, 78, [640, 320, 480, 0, 0]),
+        (1000, 7, 1, 1, 128, 1, 1, 0, 0, [16, 32, 64, 0, 0]),
+        (1001, 9, 1, 1, 64, 1, 1, 0, 0, [64, 32, 48, 0, 0]),
     ]
     assert len(driver.named("cuModuleLoadData")) == 2  # loaded once, none for the empty launch
     assert driver.named("cuFuncSetAttribute") == []
+    assert driver.attributes == [[]] * 6
+
+
+@needs_triton
+@pytest.mark.parametrize(("cluster", "allowed"), [(8, []), (16, [(1000, 14, 1)])])
+def test_clusters_and_early_starts_are_asked_for(cache, driver, cluster, allowed):
+    launches = (
+        Launch("kernel", 32, (0, 1, 2), cluster=cluster, waits=True),
+        Launch("second", 9, (3, 1, 2)),
+    )
+    (b,) = built(TritonSource(TWO, launches, (), (), ("*fp32",) * 4))
+    pointers = [16, 32, 48, 64]
+    b.run(pointers)
+    with launcher.early_starts():
+        b.run(pointers)
+    b.run(pointers)
+    assert driver.named("cuFuncSetAttribute") == allowed
+    shape, early = (4, cluster, 1, 1), (6, 1, 0, 0)
+    # a kernel that does not wait by itself may not start early
+    assert driver.attributes == [[shape], [], [shape, early], [], [shape], []]
+
+
+@needs_triton
+def test_threads_do_not_mix_their_pointers(cache, driver):
+    (b,) = built(ADDED)
+    enqueue = b.launcher(0).enqueue
+
+    def work(k):
+        for _ in range(100):
+            enqueue((16 * k, 32 * k, 48 * k), k)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(1, 5)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    found = [(c[8], *c[9][:3]) for c in driver.named("cuLaunchKernelEx")]
+    assert Counter(found) == {(k, 16 * k, 32 * k, 48 * k): 100 for k in range(1, 5)}
 
 
 @needs_triton
@@ -382,7 +431,7 @@ def test_large_shared_memory_is_asked_for_once(cache, driver):
     b.run([16, 32, 48])
     b.run([16, 32, 48])
     assert driver.named("cuFuncSetAttribute") == [(1000, 8, shared)]
-    assert driver.named("cuLaunchKernel")[0][7] == shared
+    assert driver.named("cuLaunchKernelEx")[0][7] == shared
 
 
 @needs_triton
@@ -392,7 +441,7 @@ def test_errors_of_the_driver_have_a_name(cache, driver):
     with pytest.raises(DeviceError, match=r"loading .*cubin on GPU 0.*CUDA_ERROR_OF_A_TEST"):
         b.run([16, 32, 48])
     b.run([16, 32, 48])  # what failed is tried again
-    driver.codes["cuLaunchKernel"] = [719]
+    driver.codes["cuLaunchKernelEx"] = [719]
     with pytest.raises(DeviceError, match="launching kernel failed"):
         b.run([16, 32, 48])
     with pytest.raises(DeviceError, match="0x2c is not aligned to 16 bytes"):
@@ -402,11 +451,11 @@ def test_errors_of_the_driver_have_a_name(cache, driver):
 @needs_triton
 def test_a_thread_without_a_context_gets_one(cache, driver):
     (b,) = built(ADDED)
-    driver.codes["cuLaunchKernel"] = [201]
+    driver.codes["cuLaunchKernelEx"] = [201]
     assert b.run([16, 32, 48]) == 0
     order = [c[0] for c in driver.calls]
     assert order[-4:] == [
-        "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent", "cuLaunchKernel",
+        "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent", "cuLaunchKernelEx",
     ]  # fmt: skip
 
 

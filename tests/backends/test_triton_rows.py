@@ -20,6 +20,7 @@ from tests.fusion.harness import Program, close, op, program, value
 
 from onchip.backends.cpp.run import region_for
 from onchip.backends.triton.build import Built, build_all
+from onchip.backends.triton.joined import MOST_IN_CLUSTER
 from onchip.backends.triton.kernel import emit_kernel
 from onchip.backends.triton.phases import MOST_SHARING
 from onchip.backends.triton.source import TritonSource, Variant
@@ -27,7 +28,7 @@ from onchip.backends.triton.tiles import variants
 from onchip.fusion.layout import contiguous
 from onchip.fusion.machine import GPUS
 from onchip.fusion.refusal import Refusal
-from onchip.fusion.staging import stage
+from onchip.fusion.staging import Staged, stage
 from onchip.ir.dtype import DType
 from onchip.ir.expr import Tensor
 from onchip.ops.registry import OPERATORS
@@ -163,15 +164,21 @@ class Case:
     ways: list[tuple[Variant, TritonSource]]
 
 
-def case(p: Program, interpreted: bool = True) -> Case:
+def staged_of(p: Program) -> tuple[tuple[Staged, ...], dict[Tensor, Shape]]:
     region = region_for(p.outputs, list(p.values))
     staged = stage(region)
     assert not isinstance(staged, Refusal)
-    strides = {t: contiguous(t.shape) for t in (*region.inputs, *region.tensors)} | p.strides
+    strides = {t: contiguous(t.shape) for t in (*region.inputs, *region.tensors)}
+    return staged, strides | p.strides
+
+
+def case(p: Program, interpreted: bool = True) -> Case:
+    staged, strides = staged_of(p)
     found = variants(staged, strides, H200)
     assert not isinstance(found, Refusal), f"refused: {found}"
     ways = []
-    for v in found[:MOST]:
+    counted = [v for v in found[MOST:] if v.options.joined and not v.options.cluster]
+    for v in found[:MOST] + counted[:MOST]:
         source = emit_kernel(v.nest, strides, replace(v.options, interpret=interpreted))
         assert not isinstance(source, Refusal), f"{v.label} is refused: {source}"
         ways.append((v, source))
@@ -259,10 +266,26 @@ def test_a_fold_of_some_thousand_lookups_is_shared() -> None:
 
 
 def test_two_folds_that_depend_on_each_other_have_two_barriers() -> None:
-    for _, source in joined(TWO_BARRIERS):
-        assert sum(w.zeroed for w in source.workspace) == 2
-        assert source.text.count("while") == 2
-    assert joined(TWO_BARRIERS)
+    for v, source in joined(TWO_BARRIERS):
+        barriers = 0 if v.options.cluster else 2
+        assert sum(w.zeroed for w in source.workspace) == barriers
+        assert source.text.count("while") == barriers
+        assert source.text.count("    wait_for_cluster()") == 2 - barriers
+    assert {v.options.cluster for v, _ in joined(TWO_BARRIERS)} == {False, True}
+
+
+def test_programs_of_a_row_are_a_cluster_where_the_gpu_has_them() -> None:
+    for name in JOINED:
+        for v, source in joined(name):
+            chunks = v.nest.root.loops[-2].extent
+            assert source.launches[0].cluster == (chunks if v.options.cluster else 1)
+            assert source.launches[0].programs % chunks == 0
+            assert not v.options.cluster or chunks <= MOST_IN_CLUSTER
+    region, strides = staged_of(PROGRAMS["long softmax"]())
+    older = variants(region, strides, GPUS["a100"])
+    assert not isinstance(older, Refusal)
+    assert any(v.options.joined for v in older)
+    assert not any(v.options.cluster for v in older)
 
 
 def test_few_programs_wait_for_each_other() -> None:
@@ -272,6 +295,7 @@ def test_few_programs_wait_for_each_other() -> None:
 
 
 FAULTS = {
+    "a cluster does not wait": (r"    wait_for_cluster\(\)\n", ""),
     "nobody waits": (r"while .*\n\s+pass\n", ""),
     "one program is not waited for": (r"< 8:", "< 7:"),
     "the counter is left": (r"tl.store\(row0, 0\)", "pass"),
@@ -282,8 +306,12 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_barrier_is_noticed(fault, tmp_path) -> None:
     c = made("long softmax")
-    source = next(s for v, s in joined("long softmax") if v.nest.root.loops[-2].extent == 8)
     old, new = FAULTS[fault]
+    source = next(
+        s
+        for v, s in joined("long softmax")
+        if v.nest.root.loops[-2].extent == 8 and v.options.cluster == ("cluster" in fault)
+    )
     text, count = re.subn(old, new, source.text)
     assert count
     (got,) = interpret([job(fault, c, replace(source, text=text))], tmp_path)

@@ -30,14 +30,15 @@ def launch(job: Job, path: Path, tensors: Sequence[torch.Tensor]) -> None:
         if one.programs:
             function = getattr(module, one.name)
             arguments = [tensors[n] for n in one.arguments]
-            if any(w.zeroed for w in job.source.workspace):  # programs wait for each other
-                launch_together(function, one.programs, arguments)
+            if one.cluster > 1 or any(w.zeroed for w in job.source.workspace):
+                # programs wait for each other
+                launch_together(function, one.programs, arguments, one.cluster)
                 spaces = tensors[len(tensors) - len(job.source.workspace) :]
                 for w, space in zip(job.source.workspace, spaces, strict=True):
                     if not w.zeroed:
                         space.fill_(float("nan") if space.is_floating_point() else -1)
                 # once more, with what the first launch left in the counters
-                launch_together(function, one.programs, arguments)
+                launch_together(function, one.programs, arguments, one.cluster)
             else:
                 function[(one.programs,)](*arguments)
 

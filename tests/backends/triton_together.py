@@ -1,20 +1,24 @@
 """Programs of one launch side by side under Triton's interpreter, which runs one after the other:
 programs that wait for each other would wait for ever.
 
-Each program has a thread, of which one runs at a time; at every atomic operation the turn goes to
-some program, drawn at random. Programs that wait for ever fail the launch instead of hanging.
+Each program has a thread, of which one runs at a time; at every atomic operation, and while it
+waits for its cluster, the turn goes to some program, drawn at random. Programs that wait for ever
+fail the launch instead of hanging.
 """
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from triton.runtime import interpreter as ti
 
 MOST_TURNS = 200_000  # of all programs of a launch
+
+BARRIER: list[Callable[[], None]] = []  # what waits for a cluster, while programs run together
 
 
 class _Turns:
@@ -47,8 +51,8 @@ class _Turns:
             self.changed.notify_all()
 
 
-def launch_together(function: Any, programs: int, tensors: Sequence[Any]) -> None:
-    """Run `function[(programs,)](*tensors)`."""
+def launch_together(function: Any, programs: int, tensors: Sequence[Any], cluster: int = 1) -> None:
+    """Run `function[(programs,)](*tensors)` in clusters of so many programs."""
     body = function.rewrite()
     turns = _Turns(programs)
     atomic = ti.InterpreterBuilder.create_atomic_rmw
@@ -59,6 +63,16 @@ def launch_together(function: Any, programs: int, tensors: Sequence[Any]) -> Non
         turns.give(again=True)
         turns.wait(program)
         return value
+
+    arrived: Counter[int] = Counter()  # at barriers, by program
+
+    def wait_for_cluster() -> None:
+        program = ti.interpreter_builder.grid_idx[0]
+        first = program // cluster * cluster
+        arrived[program] += 1
+        while min(arrived[n] for n in range(first, first + cluster)) < arrived[program]:
+            turns.give(again=True)
+            turns.wait(program)
 
     def run(program: int) -> None:
         try:
@@ -73,6 +87,7 @@ def launch_together(function: Any, programs: int, tensors: Sequence[Any]) -> Non
     scope = ti._patch_lang(body)
     builder: Any = ti.InterpreterBuilder
     builder.create_atomic_rmw = atomic_and_turn
+    BARRIER.append(wait_for_cluster)
     try:
         values = [ti._implicit_cvt(t) for t in tensors]
         ti.interpreter_builder.set_grid_dim(programs, 1, 1)
@@ -82,6 +97,7 @@ def launch_together(function: Any, programs: int, tensors: Sequence[Any]) -> Non
         for t in threads:
             t.join()
     finally:
+        BARRIER.clear()
         builder.create_atomic_rmw = atomic
         scope.restore()
     if turns.errors:

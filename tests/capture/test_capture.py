@@ -1,6 +1,7 @@
 """Capture: the graph says what eager computes, names are the user's, nothing is changed."""
 
 import copy
+import importlib
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from onchip.capture import Templates, capture
 from onchip.capture import names as capture_module
 from onchip.capture.export import user_frame
 from onchip.errors import CaptureError, InternalError
+from onchip.fusion.layout import contiguous
 from onchip.models import crepe
 from onchip.ops.registry import OPERATORS
 
@@ -270,3 +272,24 @@ def test_templates_respect_strides():
         c = capture(f, (x,), templates=templates)
         assert c.graph.inputs[0].tag["strides"] == x.stride()
         torch.testing.assert_close(interpret(c, [x])[0], f(x))
+
+
+def test_results_have_the_strides_of_the_eager_run(monkeypatch):
+    """Tracing says NCHW for a convolution on a GPU that gives NHWC."""
+    file = importlib.import_module("onchip.capture.capture")
+    real = file.build
+
+    def traced_as_nchw(*args):
+        graph, slots = real(*args)
+        for n in graph.nodes:
+            for t in n.results:
+                t.tag["strides"] = contiguous(t.shape)
+        return graph, slots
+
+    monkeypatch.setattr(file, "build", traced_as_nchw)
+    form = torch.channels_last
+    model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.ReLU()).to(memory_format=form)
+    x = torch.randn(2, 8, 9, 7).contiguous(memory_format=form)
+    expected = model(x).stride()
+    assert expected[1] == 1
+    assert capture(model, (x,)).graph.outputs[0].tag["strides"] == expected

@@ -51,6 +51,9 @@ def capture(
             )
         templates.forget(leaves, spec, tensors)
         return capture(module, args, kwargs, templates)
+    for t, r in zip(graph.outputs, results, strict=True):
+        if r.alias is None:
+            t.tag["strides"] = r.strides  # tracing gives convolutions on a GPU those of NCHW
     constants = tuple(TENSOR if is_tensor else x for x, is_tensor in exported.leaves)
     captured = Captured(
         module=module,

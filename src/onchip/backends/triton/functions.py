@@ -163,6 +163,31 @@ def digamma(x):  # as ATen: reflected below 0, recurrence up to 10, an asymptoti
 
 
 @triton.jit
+def start_next_launch():  # its programs may start where there is room: they wait by themselves
+    tl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;",
+        "=r", [], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def wait_for_launch_before():  # until it has ended and all that it wrote can be read
+    tl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.u32 $0, 0;",
+        "=r", [], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def wait_for_cluster():  # for all of its programs; what they stored before can be read behind it
+    tl.inline_asm_elementwise(
+        "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
+        " mov.u32 $0, 0;",
+        "=r", [], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def again(x):  # 16-bit values as they are; the compiler can't tell, so it won't keep them widened
     return tl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2

@@ -14,7 +14,7 @@ from dataclasses import replace
 from math import prod
 
 from onchip.backends.triton.phase_tiles import cutting
-from onchip.backends.triton.phases import MOST_SHARING
+from onchip.backends.triton.phases import MOST_SHARING, sharing
 from onchip.backends.triton.source import Options, Variant
 from onchip.fusion.chunks import kept_in_order, unravelled, walk_of
 from onchip.fusion.inline import inline, substitute_simplified
@@ -33,19 +33,29 @@ Strides = tuple[int, ...]
 SHAPES = ((8192, 8), (16384, 16), (16384, 8), (8192, 4), (4096, 4))
 
 
+# Clusters (CUDA C++ Programming Guide, "Thread Block Clusters"): since which capability, and their
+# programs; 8 on any GPU, 16 where a kernel allows it.
+CLUSTERS_SINCE = 90
+MOST_IN_CLUSTER = 16
+
+
 def joined_variants(
     staged: tuple[Staged, ...], strides: dict[Tensor, Strides], gpu: Gpu, row: int, base: Options
 ) -> list[Variant]:
     """Variants with one chunk of a row a program; none where rows don't divide into chunks, or a
     result is something else than a function of rows. row: elements of the longest row that a
     program holds."""
-    out: list[Variant] = []
+    clusters: list[Variant] = []
+    counted: list[Variant] = []
     for size, warps in SHAPES:
         nest = _joined(staged, strides, gpu, row, size)
-        if nest is not None:
-            options = replace(base, warps=warps, fold_block=row, joined=True, packed=True)
-            out.append(Variant(nest, options))
-    return out
+        if nest is None:
+            continue
+        options = replace(base, warps=warps, fold_block=row, joined=True, packed=True)
+        counted.append(Variant(nest, options))
+        if gpu.capability >= CLUSTERS_SINCE and sharing(nest)[1] <= MOST_IN_CLUSTER:
+            clusters.append(Variant(nest, replace(options, cluster=True)))
+    return clusters + counted
 
 
 def _joined(

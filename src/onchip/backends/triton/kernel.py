@@ -16,6 +16,7 @@ from onchip.backends.triton.phases import (
     handed_on,
     narrowed,
     same_tiles,
+    sharing,
 )
 from onchip.backends.triton.placement import (
     SMALLEST_DOT,
@@ -81,7 +82,7 @@ def emit_kernel(
     pointers |= {t: f"out{n}" for n, t in enumerate(produced)}
     pointers |= {t: f"part{n}" for n, t in enumerate(handed)}
     workspace = [Workspace(t.nbytes) for t in handed]
-    workspace += counters(nest) if options.joined else []
+    workspace += counters(nest) if options.joined and not options.cluster else []
 
     def writer(own: Options) -> Writer:
         w = Writer(pointers, strides, own)
@@ -100,7 +101,7 @@ def emit_kernel(
     name = identifier(name)
     types = tuple(spelling.POINTERS[t.dtype] for t in pointers)
     types += ("*i32",) * (len(workspace) - len(handed))
-    text, launches = _assemble(functions, comment, name, len(types) - len(pointers))
+    text, launches = _assemble(functions, nest, comment, name, len(types) - len(pointers))
     partial = [p for w, _ in functions for p in w.partial]
     types += tuple(p.pointer for p in partial)
     workspace += [p.memory for p in partial]
@@ -176,6 +177,9 @@ def _bind_tiles(w: Writer, nest: Nest, last_first: bool = False) -> int:
     width = min(w.options.lanes, max(power_of_two(total), least))
     groups = ceil(total / width)
     wide = ".to(tl.int64)" if w.integer == "tl.int64" else ""
+    if w.options.waits:
+        w.line("wait_for_launch_before()")
+        w.leaving.append("start_next_launch()")
     w.tiles = repeats * groups * count
     if w.options.split > 1:
         w.line(f"part = tl.program_id(0) // {w.tiles}")
@@ -307,7 +311,7 @@ def _store(w: Writer, k: Kept, value: Tile) -> None:
 
 
 def _assemble(
-    functions: list[tuple[Writer, int]], comment: str, name: str, counters: int
+    functions: list[tuple[Writer, int]], nest: Nest, comment: str, name: str, counters: int
 ) -> tuple[str, tuple[Launch, ...]]:
     """The file's text, and its launches. counters: pointers after those of tensors."""
     for w, _ in functions:
@@ -325,7 +329,10 @@ def _assemble(
         head = ["@triton.jit", f"def {own}(", *(f"    {text}" for text in arguments.values()), "):"]
         parts.append("\n".join([*head, *(f"    {line}" for line in w.levels[0].lines)]))
         o = w.options
-        launches.append(Launch(own, programs, tuple(arguments), o.warps, o.stages))
+        cluster = sharing(nest)[1] if o.cluster else 1
+        launches.append(
+            Launch(own, programs, tuple(arguments), o.warps, o.stages, cluster, o.waits)
+        )
     return "\n\n\n".join(parts) + "\n", tuple(launches)
 
 

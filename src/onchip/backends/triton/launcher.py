@@ -6,11 +6,13 @@ graph can record it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
+import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,23 +27,63 @@ from onchip.errors import CompilerError, DeviceError
 _INVALID_CONTEXT = 201
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _REGISTERS = 4  # CU_FUNC_ATTRIBUTE_NUM_REGS
+_WIDE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_DEPENDENT = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _FREE_SHARED = 48 << 10  # bytes that a launch may ask for without saying so before
+_FREE_CLUSTER = 8  # programs of a cluster that a launch may ask for without saying so before
 _ALIGNMENT = 16  # bytes, of every pointer: kernels are compiled for it
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16)]
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
+_mode = threading.local()
+
+
+@contextlib.contextmanager
+def early_starts() -> Iterator[None]:
+    """Inside, this thread's launches of kernels that wait for the one before them by themselves
+    (Launch.waits) say so: such a kernel's programs start while the last ones of the kernel before
+    are running (programmatic dependent launch)."""
+    _mode.early = True
+    try:
+        yield
+    finally:
+        _mode.early = False
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Function:
-    """One launch, ready: the function's handle and the memory that its arguments are put into.
-    takes: which of the kernel's pointers; slots: their values; parameters: the slots' addresses."""
+    """One launch, ready: what cuLaunchKernelEx takes. config: the launch's size, stream and
+    attributes; parameters: where each of its pointers is found (Launcher keeps them in one place);
+    counts: of the attributes, without and with an early start."""
 
     handle: ctypes.c_void_p
     name: str
-    programs: int
-    threads: int
-    shared_bytes: int
-    takes: tuple[int, ...]
-    slots: ctypes.Array[ctypes.c_uint64]
+    config: _Config
     parameters: ctypes.Array[ctypes.c_void_p]
+    counts: tuple[int, int]
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return ctypes.byref(self.config), self.handle, self.parameters, None
 
 
 def current_device() -> int:
@@ -61,15 +103,20 @@ class Launcher:
             raise CompilerError(f"{built.path} was not compiled (TRITON_INTERPRET is set)")
         torch.cuda.init()
         self.device = device
-        self._driver = driver()
-        self._lock = threading.Lock()  # the slots belong to one launch at a time
+        self._launch = driver().cuLaunchKernelEx
+        self._lock = threading.Lock()  # slots and configs belong to one call at a time
+        self._count = 1 + max((n for x in built.launches for n in x.arguments), default=-1)
+        self._slots = (ctypes.c_uint64 * (self._count + 1))()  # of pointers; the last stays null
+        self._put = struct.Struct(f"={self._count}Q").pack_into
+        self._stream, self._early = 0, False
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # the runtime makes its context now
             self._functions = tuple(
-                _function(launch, cubin)
+                _function(launch, cubin, self._slots)
                 for launch, cubin in zip(built.launches, built.cubins, strict=True)
                 if launch.programs
             )
+        self._calls = tuple((f, f.arguments) for f in self._functions)
 
     def run(self, pointers: Sequence[int], stream: int = 0) -> int:
         """Launch the functions in order: `pointers` are the kernel's (inputs, outputs, workspace),
@@ -80,39 +127,52 @@ class Launcher:
                     f"a tensor at address {p:#x} is not aligned to {_ALIGNMENT} bytes, as "
                     "generated kernels need it: copy it first"
                 )
-        launch = self._driver.cuLaunchKernel
-        with self._lock:
-            for f in self._functions:
-                for slot, n in enumerate(f.takes):
-                    f.slots[slot] = pointers[n]
-                arguments = (
-                    f.handle, f.programs, 1, 1, f.threads, 1, 1, f.shared_bytes, stream,
-                    f.parameters, None,
-                )  # fmt: skip
-                code = launch(*arguments)
-                if code == _INVALID_CONTEXT:  # this thread's first use of the GPU
-                    _make_current(self.device)
-                    code = launch(*arguments)
-                if code:
-                    _check(code, f"launching {f.name}")
+        self.enqueue(pointers, stream)
         return 0
 
+    def enqueue(self, pointers: Sequence[int], stream: int) -> None:
+        """`run`, for pointers that are known to be aligned."""
+        early = getattr(_mode, "early", False)
+        with self._lock:
+            self._put(self._slots, 0, *pointers[: self._count])
+            if stream != self._stream:
+                for f in self._functions:
+                    f.config.stream = stream
+                self._stream = stream
+            if early is not self._early:
+                for f in self._functions:
+                    f.config.count = f.counts[early]
+                self._early = early
+            for f, arguments in self._calls:
+                code = self._launch(*arguments)
+                if code == _INVALID_CONTEXT:  # this thread's first use of the GPU
+                    _make_current(self.device)
+                    code = self._launch(*arguments)
+                if code:
+                    _check(code, f"launching {f.name}")
 
-def _function(launch: Launch, cubin: Cubin) -> Function:
-    """Load a binary into the current context."""
+
+def _function(launch: Launch, cubin: Cubin, slots: ctypes.Array[ctypes.c_uint64]) -> Function:
+    """Load a binary into the current context. It finds its pointers in the kernel's `slots`."""
     handle = _loaded(cubin.path, cubin.name, torch.cuda.current_device())
     shared = cubin.resources.shared_bytes
     if shared > _FREE_SHARED:
         code = driver().cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED, shared)
         _check(code, f"giving {cubin.name} {shared} bytes of shared memory")
-    slots = (ctypes.c_uint64 * cubin.parameters)()  # Triton's own pointers stay null
+    if launch.cluster > _FREE_CLUSTER:
+        code = driver().cuFuncSetAttribute(handle, _WIDE_CLUSTERS, 1)
+        _check(code, f"letting {cubin.name} run in clusters of {launch.cluster}")
+    null = len(slots) - 1  # for Triton's own pointers
+    places = [*launch.arguments, *[null] * (cubin.parameters - len(launch.arguments))]
     first = ctypes.addressof(slots)
-    addresses = [first + 8 * n for n in range(cubin.parameters)]
-    parameters = (ctypes.c_void_p * cubin.parameters)(*addresses)
-    threads = 32 * cubin.resources.warps
-    return Function(
-        handle, cubin.name, launch.programs, threads, shared, launch.arguments, slots, parameters
-    )
+    parameters = (ctypes.c_void_p * len(places))(*[first + 8 * n for n in places])
+    grid, block = (launch.programs, 1, 1), (32 * cubin.resources.warps, 1, 1)
+    plain = [_Attribute(_CLUSTER, 0, (launch.cluster, 1, 1))] * (launch.cluster > 1)
+    early = [_Attribute(_DEPENDENT, 0, (1,))] * launch.waits  # the last one, so that it can be left
+    attributes = (_Attribute * 2)(*plain, *early)
+    counts = len(plain), len(plain) + len(early)
+    config = _Config(grid, block, shared, None, attributes, counts[0])
+    return Function(handle, cubin.name, config, parameters, counts)
 
 
 @functools.cache
@@ -133,13 +193,15 @@ def _loaded(path: Path, name: str, device: int) -> ctypes.c_void_p:
 
 # ---- the driver --------------------------------------------------------------------------------
 
-_pointer, _int, _unsigned = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint
-_FUNCTIONS: dict[str, list[Any]] = {
+_pointer, _int = ctypes.c_void_p, ctypes.c_int
+_FUNCTIONS: dict[str, list[Any] | None] = {
     "cuModuleLoadData": [_pointer, ctypes.c_char_p],
     "cuModuleGetFunction": [_pointer, _pointer, ctypes.c_char_p],
     "cuFuncGetAttribute": [_pointer, _int, _pointer],
     "cuFuncSetAttribute": [_pointer, _int, _int],
-    "cuLaunchKernel": [_pointer, *[_unsigned] * 7, _pointer, _pointer, _pointer],
+    # called for each kernel, with ctypes objects only: nothing is converted, which takes as long as
+    # the rest
+    "cuLaunchKernelEx": None,
     "cuDriverGetVersion": [_pointer],
     "cuDeviceGet": [_pointer, _int],
     "cuDevicePrimaryCtxRetain": [_pointer, _int],

@@ -48,13 +48,25 @@ def sharing(nest: Nest) -> tuple[int, int]:
 
 
 def counters(nest: Nest) -> list[Workspace]:
-    """The barriers' memory: after each phase but the last, a counter a row."""
+    """The memory of barriers that are not a cluster's: after each phase but the last, a counter a
+    row."""
     rows, _ = sharing(nest)
     return [Workspace(rows * COUNTER_BYTES, zeroed=True, barrier=True) for _ in nest.before]
 
 
 def emit_barrier(w: Writer, counter: str, nest: Nest, done: list[Kept]) -> None:
     """Wait for the programs of the row; what they handed on is read from memory from here on."""
+    if w.options.cluster:
+        w.line("wait_for_cluster()")
+    else:
+        _wait_by_counter(w, counter, nest)
+    for k in done:
+        if k.stage.placement == "shared":
+            del w.kept[k.stage.tensor]
+            w.uncached.add(k.stage.tensor)
+
+
+def _wait_by_counter(w: Writer, counter: str, nest: Nest) -> None:
     _, programs = sharing(nest)
     step = COUNTER_BYTES // 4
     at = w.define("row", f"{counter} + program // {programs} * {step}").text
@@ -65,10 +77,6 @@ def emit_barrier(w: Writer, counter: str, nest: Nest, done: list[Kept]) -> None:
     w.line("tl.debug_barrier()")
     w.leaving.append(f'if tl.atomic_add({at}, 1, sem="relaxed") == {2 * programs - 1}:')
     w.leaving.append(f"    tl.store({at}, 0)")
-    for k in done:
-        if k.stage.placement == "shared":
-            del w.kept[k.stage.tensor]
-            w.uncached.add(k.stage.tensor)
 
 
 def narrowed(w: Writer) -> None:

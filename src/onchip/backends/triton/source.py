@@ -26,6 +26,8 @@ class Options:
     before      the choices of the phases before the nest, each in a function of its own
     packed      values of half types are kept as stored between two stages
     joined      all phases are one function: the programs of a row wait for each other between them
+    cluster     those programs are a cluster, which has a barrier of its own
+    waits       see Launch
     interpret   for Triton's interpreter, whose bfloat16 arithmetic is wrong: products of half
                 types are computed in float32
     """
@@ -42,6 +44,8 @@ class Options:
     split: int = 1
     before: tuple[Options, ...] = ()
     joined: bool = False
+    cluster: bool = False
+    waits: bool = False
     packed: bool = False
 
     @property
@@ -62,7 +66,8 @@ class Variant:
         """How it differs from others."""
         phases = zip(self.nest.phases, self.options.each, strict=False)
         if self.options.joined:
-            return f"programs of a row wait for each other, {_choices(self.nest, self.options)}"
+            how = "are a cluster" if self.options.cluster else "wait for each other"
+            return f"programs of a row {how}, {_choices(self.nest, self.options)}"
         return "; then ".join(_choices(n, o) for n, o in phases)
 
 
@@ -79,13 +84,17 @@ def _choices(nest: Nest, o: Options) -> str:
 @dataclass(frozen=True, slots=True)
 class Launch:
     """One function of the text: its name, the number of programs (a one-dimensional grid), which
-    of the kernel's pointers it takes, and its warps and pipeline stages."""
+    of the kernel's pointers it takes, its warps and pipeline stages, and how many neighbouring
+    programs are a cluster (which run at the same time, near each other). waits: before its first
+    access to memory it waits for the launch before it."""
 
     name: str
     programs: int
     arguments: tuple[int, ...]
     warps: int = 4
     stages: int = 3
+    cluster: int = 1
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)

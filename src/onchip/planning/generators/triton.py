@@ -36,6 +36,9 @@ from onchip.planning.candidates import Candidate, Context, Strides, comment_of
 from onchip.planning.derive import derived_tensor
 from onchip.planning.precision import has_float32_product, precisions, tf32_allowed
 
+# Programmatic dependent launch (CUDA C++ Programming Guide): since which capability.
+DEPENDENT_SINCE = 90
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DeviceKernel:
@@ -156,7 +159,8 @@ class TritonGenerator:
         for p in precisions(region, self.allowed):
             # where no product is float32, the choice counts for a float32 intermediate times a
             # half-precision tensor: PyTorch would round it to that
-            base = Options(precision=p or "tf32", interpret=self.interpret)
+            waits = not self.interpret and self.gpu.capability >= DEPENDENT_SINCE
+            base = Options(precision=p or "tf32", interpret=self.interpret, waits=waits)
             some = variants(staged, strides, self.gpu, base)
             if isinstance(some, Refusal):
                 return some
