@@ -7,6 +7,7 @@ graphs, across streams, threads, changed weights and results that are kept.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
@@ -16,15 +17,22 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 
 import onchip
 from onchip.capture.capture import as_module
+from onchip.planning.forms import library_plan
+from onchip.planning.plan import Plan
+from onchip.planning.recording import Recording, Streams, record
 from onchip.report.report import Report
+from onchip.runtime import branched, executable, graphs
+from onchip.runtime.branches import branches_of
 from onchip.runtime.program import Program
+from onchip.runtime.specialisation import Specialisation
+from onchip.runtime.weights import Weights
 from onchip.settings import Settings
 
 DEVICE = os.environ.get("ONCHIP_CHECK_DEVICE", "cuda")  # cpu: the checks without streams
@@ -80,6 +88,88 @@ class Writes(nn.Module):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         x.mul_(2).add_(y)
         return torch.cumsum(x, 0) + y
+
+
+class Inception(nn.Module):
+    """Three branches that join, twice."""
+
+    def __init__(self, channels: int = 32) -> None:
+        super().__init__()
+        n = channels
+        self.first = nn.Conv2d(n, n, 3, padding=1)
+        self.one = nn.ModuleList(nn.Conv2d(n, n // 4, 1) for _ in range(2))
+        self.three = nn.ModuleList(nn.Conv2d(n, n // 2, 3, padding=1) for _ in range(2))
+        self.narrow = nn.ModuleList(nn.Conv2d(n, n // 4, 1) for _ in range(2))
+        self.five = nn.ModuleList(nn.Conv2d(n // 4, n // 4, 5, padding=2) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.first(x))
+        for one, three, narrow, five in zip(
+            self.one, self.three, self.narrow, self.five, strict=True
+        ):
+            parts = (one(x), three(x), five(torch.relu(narrow(x))))
+            x = torch.relu(torch.cat(parts, 1))
+        return x
+
+
+class Heads(nn.Module):
+    """Three products of one input, and attention."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (f(x).unflatten(-1, (4, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return x + nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Reused(nn.Module):
+    """Results and views of them that one branch reads slowly while another goes on allocating."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        a = torch.cumsum(x, 0)
+        b = torch.cumsum(a, 1)
+        c, side, part = torch.sin(b), torch.sort(a, 0).values, torch.sort(b[1:], 1).values
+        for k in range(12):
+            c = torch.cumsum(torch.tanh(c), k % 2)
+        return c, torch.cumsum(side, 0), part
+
+
+class WritingBranch(nn.Module):
+    """One branch writes in place: to a copy, to the input and to a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mine = torch.cumsum(x, 0)
+        other = torch.sort(x, 1).values
+        mine[:, 1:].mul_(2).add_(1)
+        self.total.add_(other.sum(0))
+        x.mul_(0.5)
+        return torch.relu(mine) + torch.cumsum(other, 1) + x
+
+
+@contextlib.contextmanager
+def forced() -> Iterator[None]:
+    """Branches run at once, and everything as graphs, whether that is faster or not."""
+    least, graphs.LEAST_GAIN = graphs.LEAST_GAIN, -1e9
+    try:
+        yield
+    finally:
+        graphs.LEAST_GAIN = least
+
+
+def at_once(program: Program, settings: Settings) -> None:
+    """Assert that the program was compiled with branches at once."""
+    cover = program.graph_coverage
+    eager = program.compiled[-1].outcome.form == "eager"  # then the line says so
+    if settings.cuda_graph == "auto" and DEVICE != "cpu" and not eager:
+        assert cover is not None
+        assert cover.graphed, cover
+        assert (cover.branches or 1) > 1, cover
 
 
 def wait() -> None:
@@ -336,6 +426,175 @@ def callers_own_graph(settings: Settings) -> str:
     return about(program)
 
 
+def branches_join(settings: Settings) -> str:
+    """Results are eager's under repeated calls, also while they are kept."""
+    model = Inception().eval().to(DEVICE)
+    x = torch.randn(1, 32, 28, 28, device=DEVICE)
+    with forced():
+        program = compiled(model, (x,), settings)
+        at_once(program, settings)
+        kept, wanted = [], []
+        for k in range(40):
+            given = x.normal_() if k % 3 else torch.randn_like(x)
+            kept.append(program(given))
+            wanted.append(model(given))
+            del kept[:-3], wanted[:-3]
+            for got, want in zip(kept, wanted, strict=True):
+                same(got, want)
+    return about(program)
+
+
+def branches_write(settings: Settings) -> str:
+    model = WritingBranch().to(DEVICE)
+    mirror = copy.deepcopy(model)
+    x = torch.randn(256, 64, device=DEVICE)
+    with forced():
+        program = compiled(model, (x.clone(),), settings)
+        at_once(program, settings)
+        for k in range(20):
+            mine = x if k % 2 else torch.randn_like(x)
+            other = mine.clone()
+            same(program(mine), mirror(other))
+            near(mine, other)
+            near(model.total, mirror.total)
+    return about(program)
+
+
+def branches_on_threads(settings: Settings) -> str:
+    """Threads on streams of their own, which record and replay side by side."""
+    model = Inception().eval().to(DEVICE)
+    inputs = [torch.randn(1, 32, n, n, device=DEVICE) for n in (28, 28, 24)]
+    wanted = [model(x) for x in inputs]
+    failed: list[str] = []
+    with forced():
+        program = compiled(model, (inputs[0],), settings)
+        near(program(inputs[2]), wanted[2])
+        at_once(program, settings)
+
+        def work(n: int) -> None:
+            try:
+                with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+                    for _ in range(60):
+                        near(program(inputs[n]), wanted[n])
+            except Exception:
+                failed.append(traceback.format_exc(limit=3))
+
+        wait()
+        started = [threading.Thread(target=work, args=(n,)) for n in range(3)]
+        for t in started:
+            t.start()
+        for t in started:
+            t.join()
+    assert not failed, failed[0]
+    return about(program)
+
+
+def branches_that_fail(settings: Settings) -> str:
+    """A recording that breaks off on another stream than its first leaves nothing behind."""
+    if settings.cuda_graph == "off":
+        return "see the other"
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = torch.randn(1 << 16, device=DEVICE)
+    x.sum().item()
+    before = torch.cuda.current_stream()
+
+    def run(last: Callable[[torch.Tensor], object]) -> torch.Tensor:
+        with Streams(3, device) as streams:
+            start = streams.mark()
+            streams.go(1, start)
+            y = x * 2
+            streams.go(2, start)
+            z = x * 3
+            streams.go(1)
+            last(y)
+            done = streams.mark()
+            streams.go(2, done)
+            total = y + z
+            streams.go(0, streams.mark())
+            return total
+
+    def breaks_off(y: torch.Tensor) -> None:
+        raise RuntimeError("on purpose")
+
+    for last in (torch.Tensor.item, breaks_off):
+        try:
+            record(lambda last=last: run(lambda y: last(y.sum())), device)
+        except RuntimeError:
+            pass
+        else:
+            raise AssertionError("it can't be recorded")
+        assert torch.cuda.current_stream() == before
+        assert not torch.cuda.is_current_stream_capturing()
+        mine = record(lambda: run(lambda y: y), device)
+        x.normal_()
+        mine.replay()
+        near(mine.result, x * 5)
+    return "recorded afterwards"
+
+
+def branches_bitwise(settings: Settings) -> str:
+    """Recorded with branches at once, a program gives the bits that it gives in a row: with
+    kernels where they were chosen, and with the library's calls alone."""
+    if settings.cuda_graph == "off":
+        return "see the other"
+    told = []
+    for model, shape, dtype in (
+        (Inception(), (1, 32, 28, 28), torch.float32),
+        (Inception(128), (2, 128, 56, 56), torch.bfloat16),
+        (Heads(), (2, 128, 256), torch.float32),
+        (Heads(1024), (1, 512, 1024), torch.bfloat16),
+        (Reused(), (1024, 1024), torch.float32),
+    ):
+        module = model.eval().to(DEVICE, dtype)
+        x = torch.randn(shape, device=DEVICE, dtype=dtype)
+        entry = compiled(module, (x,), settings).latest
+        assert entry is not None
+        for plan in (entry.plan, library_plan(entry.captured)):
+            told.append(f"{type(model).__name__} {compare_forms(entry, plan, x)}")
+    return "; ".join(told)
+
+
+def compare_forms(entry: Specialisation, plan: Plan, x: torch.Tensor) -> str:
+    """Raises AssertionError where the two differ in a bit; what each takes, in a row first."""
+    found = branches_of(plan)
+    forms = [executable.write(entry.captured, plan, entry.device)]
+    if found.count > 1:
+        forms.append(branched.write(entry.captured, plan, entry.device, found))
+    now = Weights(entry.captured.slots, entry.captured.prepare, forms[0].derived).current()
+    recordings: list[Recording] = []
+    taken = []
+    for form in forms:
+        arena = form.arenas.new() if form.arenas is not None else None
+
+        def run(form=form, arena=arena):
+            given = ([x], now.tensors, now.pointers, now.derived, now.derived_pointers, arena)
+            if form.streams == 1:
+                return form.run(*given)
+            with Streams(form.streams, entry.device) as streams:
+                return form.run(*given, streams)
+
+        if form.streams == 1:
+            run()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        recordings.append(record(run, entry.device))
+        taken.append(torch.cuda.memory_reserved() - before)
+    for _ in range(30 if found.count > 1 else 0):
+        x.normal_()
+        for r in recordings:
+            r.replay()
+        for a, b in zip(*(r.result for r in recordings), strict=True):
+            assert torch.equal(a, b), f"differs by {(a.double() - b.double()).abs().max():.1e}"
+    sizes = [f.arenas.nbytes >> 10 if f.arenas is not None else 0 for f in forms]
+    times = graphs._medians([r.replay for r in recordings], entry.device, 4)
+    return (
+        f"{found.count} streams, {' -> '.join(f'{t:.0f}' for t in times)} µs, "
+        f"arena {' -> '.join(map(str, sizes))} KiB, "
+        f"pool {' -> '.join(str(n >> 20) for n in taken)} MiB"
+    )
+
+
 def scalar_on_cpu(settings: Settings) -> str:
     """A number as a tensor on the CPU, as eager mode allows."""
     factor = torch.tensor(1.5)
@@ -388,6 +647,7 @@ def report(settings: Settings) -> str:
 CHECKS: list[Callable[[Settings], str]] = [
     conv_net, conv_net_half, mlp_eval, mlp_dropout, batch_norm_training, two_shapes, kept_results,
     written_inputs, changed_weights, askew_inputs, streams, threads, callers_own_graph,
+    branches_join, branches_write, branches_on_threads, branches_that_fail, branches_bitwise,
     scalar_on_cpu, waits_for_the_gpu, latency, report,
 ]  # fmt: skip
 

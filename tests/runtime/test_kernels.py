@@ -4,6 +4,7 @@ functions that read and write memory through the pointers, as compiled code woul
 import ctypes
 import itertools
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 from onchip.backends.triton.source import Workspace
 from onchip.planning.plan import Derived, KernelStep, LibraryStep, Plan
 from onchip.planning.values import aligned
-from onchip.runtime.executable import write
+from onchip.runtime import executable
 
 from .library import compile_library
 
@@ -37,12 +38,18 @@ class Kernel:
     sizes: list
     status: int = 0
     calls: list = field(default_factory=list)
+    streams: list = field(default_factory=list)
 
     def run(self, pointers):
         self.calls.append(list(pointers))
         arrays = [memory(p, n) for p, n in zip(pointers, self.sizes, strict=True)]
         arrays[-1][:] = self.f(*arrays[:-1])
         return self.status
+
+    def enqueue(self, pointers, stream):
+        assert not any(p % 16 for p in pointers), "a GPU's kernel would fault"
+        self.streams.append(stream)
+        self.run(pointers)
 
 
 def kernel_plan(choose):
@@ -268,20 +275,49 @@ def test_workspaces_lie_in_the_arena_and_zeroed_ones_hold_zeros():
     assert {tuple(k.places[0][3:]) for k in kernels} == {tuple(kernels[0].places[0][3:])}
 
 
-def test_a_gpus_kernels_get_aligned_pointers():
-    """Inputs and views may start anywhere; what is copied for a kernel keeps its strides."""
-    m = Fn(lambda s, x: (x + 1)[1:].t().neg().exp())
-    x = torch.randn(5, 4)
-    captured = compile_library(m, (x,)).builds[-1]
-    made = kernel_plan(lambda n: NUMPY.get(n.op) if n.op in ("exp", "add") else None)
-    exe = write(captured, made(captured), torch.device("cuda:0"))
-    reads = [line for line in exe.source.splitlines() if "aligned(" in line]
-    assert len(reads) == 2  # the input, and what the library's neg gives
-    assert "aligned(i0)" in reads[0]
-    flat = torch.randn(21)
-    odd = flat[1:].view(4, 5).t()
-    copy = aligned(odd)
+def on_a_gpu(monkeypatch, model, inputs):
+    """The kernels of a program as it is written for a GPU, and what runs it on the CPU's memory."""
+    captured = compile_library(model, inputs).builds[-1]
+    plan = kernel_plan(by_op)
+    here = {"device": torch.device("cpu")}
+
+    def raw(index):
+        return 70 + index
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", raw, raising=False)
+    monkeypatch.setattr(executable, "partial", lambda f, *a, **k: partial(f, *a, **k | here))
+    made = executable.write(captured, plan(captured), torch.device("cuda:1"))
+    return plan.made, made.source, lambda *x: made.run(x, [], [], [], [], None)
+
+
+def misaligned(t):
+    """The same values and strides at an address that is no multiple of 16."""
+    flat = torch.empty(t.numel() + 8)
+    start = 1 if flat.data_ptr() % 16 == 0 else 0
+    return flat.as_strided(t.shape, t.stride(), start).copy_(t)
+
+
+def test_a_gpus_kernels_get_aligned_pointers(monkeypatch):
+    """Inputs and library results may start anywhere: where they do, they are copied once a call,
+    however many kernels read them."""
+
+    def f(s, x):
+        sums = torch.cumsum(x, 0)
+        rest = torch.as_strided(sums, (13,), (1,), 3)  # starts 12 bytes later
+        return x.exp(), x * 2, rest.exp(), rest * 2, sums
+
+    x = torch.randn(4, 5)
+    kernels, source, run = on_a_gpu(monkeypatch, Fn(f), (x,))
+    assert source.count("aligned(") == 2
+    for given in (x, misaligned(x), misaligned(-x), x + 1):
+        for got, want in zip(run(given), f(None, given), strict=True):
+            torch.testing.assert_close(got, want)
+        read = [k.calls[-1][0] for k in kernels]
+        assert (read[0] == given.data_ptr()) == (given.data_ptr() % 16 == 0)
+        assert read[0] == read[1]
+        assert read[2] == read[3]
+    assert [k.streams for k in kernels] == [[71] * 4] * 4
+    copy = aligned(misaligned(torch.randn(5, 4).t()))
     assert copy.data_ptr() % 16 == 0
-    assert copy.stride() == odd.stride()
-    same(copy, odd)
+    assert copy.stride() == (1, 4)
     assert aligned(copy) is copy

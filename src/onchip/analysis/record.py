@@ -134,6 +134,9 @@ class GraphCoverage:
     blockers     operators that can't be part of a graph
     launched_us  a call that launches each kernel by itself, with its wait for the GPU
     replayed_us  the same as a graph; copied_us: with inputs copied in and results copied out
+    branches     branches of the graph that run at once; 1: all operators run in a row
+    row_us       a replay of the graph in a row, of several that follow each other, and branched_us:
+                 with its branches at once. Only where a program has branches
     """
 
     graphed: bool | None = None
@@ -142,3 +145,6 @@ class GraphCoverage:
     launched_us: float | None = None
     replayed_us: float | None = None
     copied_us: float | None = None
+    branches: int | None = None
+    row_us: float | None = None
+    branched_us: float | None = None

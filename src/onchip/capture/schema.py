@@ -116,3 +116,10 @@ def is_view(target: str) -> bool:
     returns = overload(target)._schema.returns
     shared = [r.alias_info for r in returns]
     return bool(shared) and all(a is not None and not a.is_write for a in shared)
+
+
+@functools.cache
+def never_copies(target: str) -> bool:
+    """Whether a call launches nothing whatever its arguments are: reshape and the like copy what
+    can't be viewed."""
+    return is_view(target) and target not in _MAY_RETURN_ARGUMENT

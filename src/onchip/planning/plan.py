@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,6 +20,15 @@ class Kernel(Protocol):
     GPU it enqueues the work on PyTorch's current stream."""
 
     def run(self, pointers: list[int]) -> int: ...
+
+
+class DeviceCode(Kernel, Protocol):
+    """A kernel on a GPU. `enqueue(pointers, stream)` is `run` without what a program knows already:
+    pointers that are multiples of GPU_POINTER, and the current stream's handle. The code is loaded
+    when it is first asked for."""
+
+    @property
+    def enqueue(self) -> Callable[[Sequence[int], int], None]: ...
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -15,6 +15,10 @@ T = TypeVar("T")
 
 # PyTorch's random generators know of one capture at a time.
 _lock = threading.RLock()
+# The streams of each device that are recorded on. PyTorch hands out 32 streams in turn: with new
+# ones for each recording, another thread would soon work on a stream that is being recorded. And
+# memory of a pool that was freed serves the stream that it was taken on only.
+_streams: dict[int, list[torch.cuda.Stream]] = {}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -38,20 +42,22 @@ def record(run: Callable[[], T], device: torch.device, pool: Any = None) -> Reco
     called before: what libraries do at their first call can't be recorded.
 
     Raises what `run` raises: RuntimeError where an operator waits for the GPU, copies from or to
-    the CPU's pageable memory, or the like. Other threads may use the GPU meanwhile.
+    the CPU's pageable memory, or the like. Other threads may use the GPU meanwhile, but before
+    PyTorch 2.14 not draw random numbers from its default generator, which knows of the capture.
     """
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
     with torch.cuda.device(device), _lock, _no_collection(), torch.inference_mode(False):
         try:
             graph, result = _capture(run, pool)
         except BaseException:
+            _streams.clear()
             _recover(device, pool)
             raise
     return Recording(graph, result, pool)
 
 
 def _capture(run: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    graph, stream = torch.cuda.CUDAGraph(), _own_stream(0)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.no_grad(), torch.cuda.stream(stream), _own_workspaces():
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -63,6 +69,47 @@ def _capture(run: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
             raise
         graph.capture_end()
     return graph, result
+
+
+def _own_stream(n: int) -> torch.cuda.Stream:
+    """The n-th stream of the current device that is recorded on."""
+    mine = _streams.setdefault(torch.cuda.current_device(), [])
+    while len(mine) <= n:
+        mine.append(torch.cuda.Stream())
+    return mine[n]
+
+
+class Streams:
+    """Streams of the branches of one recorded call, inside which this is a context. Number 0 is the
+    one that is recorded on; another becomes part of the recording by what it waits for first, and
+    number 0 must wait for its last work in the end."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        with torch.cuda.device(device):
+            own = [_own_stream(n) for n in range(1, count)]
+            self.all = [torch.cuda.current_stream(), *own]
+        self.used: set[int] = set()
+
+    def go(self, n: int, *events: torch.cuda.Event) -> None:
+        """Make a stream current, behind these events."""
+        for e in events:
+            self.all[n].wait_event(e)
+        torch.cuda.set_stream(self.all[n])
+        self.used.add(n)
+
+    def mark(self) -> torch.cuda.Event:
+        """An event behind the current stream's work so far."""
+        return torch.cuda.current_stream().record_event()
+
+    def __enter__(self) -> Streams:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:  # a recording can't end before its streams have joined
+            with contextlib.suppress(RuntimeError):
+                for n in self.used:
+                    self.all[0].wait_stream(self.all[n])
+        torch.cuda.set_stream(self.all[0])
 
 
 def _recover(device: torch.device, pool: Any) -> None:

@@ -15,7 +15,9 @@ class Memory:
     """Facts about storage.
 
     written           tensors that kernels write -> the step that does
-    alive_until       ... -> the last step that reads it or a view of it (len(steps): a result)
+    uses              ... -> that step, and those that read it or a view of it (len(steps): what
+                      writes the call's mutations)
+    roots             tensors -> those whose storage they may share
     escaping          ... that a caller may hold afterwards: never in the arena
     results           per graph output: "computed" by a step, or "alias" of something that exists
     copies            per graph output: computed on storage that eager's would not share: copy it
@@ -23,7 +25,8 @@ class Memory:
     """
 
     written: dict[Tensor, int]
-    alive_until: dict[Tensor, int]
+    uses: dict[Tensor, tuple[int, ...]]
+    roots: dict[Tensor, set[Tensor]]
     escaping: set[Tensor]
     results: list[str]
     copies: list[bool]
@@ -39,13 +42,11 @@ def analyse(captured: Captured, plan: Plan) -> Memory:
     results = ["alias" if _reproducible(captured, r) else "computed" for r in captured.results]
     computed = [t for t, r in zip(graph.outputs, results, strict=True) if r == "computed"]
     escaping = {x for t in computed for x in roots.get(t, {t})} & set(written)
-    alive = dict(written)
-    for k, step in enumerate(plan.steps):
-        for t in step.inputs:
-            alive.update((x, k) for x in roots.get(t, {t}) if x in alive)
-    end = len(plan.steps)
-    for m in graph.mutations:
-        alive.update((x, end) for x in roots.get(m.value, {m.value}) if x in alive)
+    uses: dict[Tensor, tuple[int, ...]] = {t: (k,) for t, k in written.items()}
+    reads = [(k, t) for k, s in enumerate(plan.steps) for t in s.inputs]
+    reads += [(len(plan.steps), m.value) for m in graph.mutations]
+    for k, t in reads:
+        uses.update((x, (*uses[x], k)) for x in roots.get(t, {t}) if x in uses)
     outside = set(graph.inputs) | set(graph.constants)
     copies = _copies(captured, roots, results, outside)
     targets = [m.target for m in graph.mutations]
@@ -53,7 +54,7 @@ def analyse(captured: Captured, plan: Plan) -> Memory:
         bool(roots.get(m.value, {m.value}) & set(targets)) and len(targets) > 0
         for m in graph.mutations
     ]
-    return Memory(written, alive, escaping, results, copies, late)
+    return Memory(written, uses, roots, escaping, results, copies, late)
 
 
 def storage_roots(plan: Plan) -> dict[Tensor, set[Tensor]]:

@@ -18,11 +18,15 @@ HUGE_PAGE = 2 << 20
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A request: `nbytes` alive from step `first` to step `last`, both included."""
+    """A request: `nbytes` that are written by the first of `steps` and read by the others."""
 
     nbytes: int
-    first: int
-    last: int
+    steps: tuple[int, ...]
+
+
+def together(a: Buffer, b: Buffer) -> bool:
+    """Whether two buffers are alive at once, where each step is done before the next one starts."""
+    return a.steps[0] <= b.steps[-1] and b.steps[0] <= a.steps[-1]
 
 
 def alignment(device: torch.device) -> int:
@@ -30,9 +34,14 @@ def alignment(device: torch.device) -> int:
     return GPU_ALIGNMENT if device.type == "cuda" else ALIGNMENT
 
 
-def plan_offsets(buffers: list[Buffer], step: int = ALIGNMENT) -> tuple[list[int], int]:
-    """Offsets (bytes, multiples of `step`) such that buffers alive together do not overlap, and the
-    size of the block. Largest first, each at the lowest place that is free while it lives."""
+def plan_offsets(
+    buffers: list[Buffer],
+    step: int = ALIGNMENT,
+    meet: Callable[[Buffer, Buffer], bool] = together,
+) -> tuple[list[int], int]:
+    """Offsets (bytes, multiples of `step`) such that buffers that meet (are alive at once) do not
+    overlap, and the size of the block. Largest first, each at the lowest place that is free while
+    it lives."""
     offsets = [0] * len(buffers)
     placed: list[int] = []
     total = 0
@@ -41,7 +50,7 @@ def plan_offsets(buffers: list[Buffer], step: int = ALIGNMENT) -> tuple[list[int
         busy = sorted(
             (offsets[j], offsets[j] + rounded(buffers[j].nbytes, step))
             for j in placed
-            if buffers[j].first <= b.last and b.first <= buffers[j].last
+            if meet(buffers[j], b)
         )
         at = 0
         for start, end in busy:

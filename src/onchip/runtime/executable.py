@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 
@@ -12,7 +13,15 @@ from onchip.capture import schema
 from onchip.capture.captured import Captured, Result
 from onchip.fusion.layout import captured_strides, contiguous
 from onchip.ir.expr import Tensor
-from onchip.planning.plan import GPU_POINTER, CallStep, Derived, KernelStep, LibraryStep, Plan
+from onchip.planning.plan import (
+    GPU_POINTER,
+    CallStep,
+    Derived,
+    DeviceCode,
+    KernelStep,
+    LibraryStep,
+    Plan,
+)
 from onchip.planning.values import aligned
 from onchip.runtime.aliasing import Memory, analyse
 from onchip.runtime.arena import (
@@ -22,8 +31,9 @@ from onchip.runtime.arena import (
     View,
     alignment,
     plan_offsets,
-    rounded,
+    together,
 )
+from onchip.runtime.tensors import copied, restride, view_of
 
 PROGRAM = "<onchip program>"  # in place of a file name, in tracebacks
 
@@ -36,7 +46,8 @@ def torch_dtype(t: Tensor) -> torch.dtype:
 class Executable:
     """`run(inputs, tensors, pointers, derived, derived_pointers, arena)` gives the flat results;
     `constants` and `derived` say what the middle four are of. results: for each, "computed", or
-    "alias" of an input, a constant or an earlier result."""
+    "alias" of an input, a constant or an earlier result. streams: that its steps run on; with more
+    than one, `run` also takes a recording.Streams (branched.py)."""
 
     run: Callable[..., list[torch.Tensor]]
     source: str
@@ -44,6 +55,7 @@ class Executable:
     derived: tuple[Derived, ...]
     constants: list[Tensor]
     results: list[str]
+    streams: int = 1
 
 
 def check_status(status: int, name: str) -> None:
@@ -56,37 +68,21 @@ def check_status(status: int, name: str) -> None:
     raise RuntimeError(f"kernel {name} failed with status {status}; please report this")
 
 
-def restride(t: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """The same elements with these strides (a copy, unless only axes of size 1 differ)."""
-    if all(a == b or n <= 1 for a, b, n in zip(t.stride(), strides, t.shape, strict=True)):
-        return t.as_strided(t.shape, strides)
-    out = torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device)
-    return out.copy_(t)
+class Writer:
+    """Writes the plan as a function. Kernel outputs nobody outside can see share one arena."""
 
+    parameters = "inputs, w, p, t, d, arena"
 
-def copied(t: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
-
-
-def view_of(
-    base: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...],
-    shift: int,
-) -> torch.Tensor:  # fmt: skip
-    """A view of `base`'s storage that starts `shift` bytes after `base` does."""
-    if base.dtype is dtype:
-        return base.as_strided(shape, strides, base.storage_offset() + shift // base.itemsize)
-    start = (base.storage_offset() * base.itemsize + shift) // dtype.itemsize
-    out = torch.empty(0, dtype=dtype, device=base.device)
-    return out.set_(base.untyped_storage(), start, shape, strides)
-
-
-class _Writer:
     def __init__(self, captured: Captured, plan: Plan, device: torch.device) -> None:
         self.captured, self.graph, self.plan, self.device = captured, captured.graph, plan, device
         self.globals: dict[str, Any] = {
             "check_status": check_status, "restride": restride, "copied": copied,
             "flat_results": schema.flat_results, "view_of": view_of, "aligned": aligned,
         }  # fmt: skip
+        self.on_gpu = device.type == "cuda"
+        if self.on_gpu:
+            self.globals["current_stream"] = torch._C._cuda_getCurrentRawStream
+        self.ask_stream = f"stream = current_stream({device.index or 0})"
         self.lines: list[str] = []
         self.count = 0
         self.names: dict[Tensor, str] = {}
@@ -94,8 +90,10 @@ class _Writer:
         self.derived: list[Derived] = []
         prepared = [t for p in captured.prepare for t in p.outputs]
         self.constants = [*captured.slots, *prepared]
-        self.last: dict[Tensor, int] = _last_uses(plan)
+        self.uses: dict[Tensor, list[int]] = _uses(plan)
         self.workspace_index: dict[tuple[int, int], int] = {}
+        self.addresses: dict[Tensor, str] = {}  # names of those that a call has looked up
+        self.restrided: set[Tensor] = set()
 
     # -- values
 
@@ -141,6 +139,7 @@ class _Writer:
         for i, t in enumerate(self.constants):
             self.names[t] = f"w[{i}]"
         for k, step in enumerate(self.plan.steps):
+            self.begin(k)
             match step:
                 case LibraryStep():
                     self.library(step)
@@ -148,11 +147,13 @@ class _Writer:
                     self.call(step)
                 case KernelStep():
                     self.kernel(step, k)
-            self.release(k)
+            self.end(k)
         self.finish()
         unpack = "".join(f"i{i}, " for i in range(len(self.graph.inputs)))
-        head = ["def run(inputs, w, p, t, d, arena):"]
+        head = [f"def run({self.parameters}):"]
         head += [f"    {unpack}= inputs"] if unpack else []
+        head += ["    at = arena.pointers"] if arenas is not None else []
+        head += [f"    {self.ask_stream}"] if self.on_gpu else []
         source = "\n".join([*head, *("    " + x for x in self.lines)]) + "\n"
         exec(compile(source, PROGRAM, "exec"), self.globals)
         return Executable(
@@ -160,20 +161,31 @@ class _Writer:
             self.memory.results,
         )  # fmt: skip
 
+    def begin(self, k: int) -> None:
+        """Before a step's own lines."""
+
+    def end(self, k: int) -> None:
+        """Behind a step's own lines."""
+        self.drop(self.unread_after(k))
+
+    def meet(self, a: Buffer, b: Buffer) -> bool:
+        """Whether two buffers of the arena are in use at once."""
+        return together(a, b)
+
     def place(self) -> ArenaPool | None:
         """Give every tensor that kernels write a place in the arena or an output pool, and every
         workspace one in the arena."""
         inside = [t for t in self.memory.written if t not in self.memory.escaping]
         sizes = [_extent_bytes(t, self.strides(t)) for t in inside]
-        spans = [self.memory.written[t] for t in inside]
-        ends = [self.memory.alive_until[t] for t in inside]
-        requests = [Buffer(n, a, b) for n, a, b in zip(sizes, spans, ends, strict=True)]
+        requests = [Buffer(n, self.memory.uses[t]) for n, t in zip(sizes, inside, strict=True)]
         steps = [(k, s) for k, s in enumerate(self.plan.steps) if isinstance(s, KernelStep)]
-        requests += [Buffer(w.nbytes, k, k) for k, s in steps for w in s.workspace if not w.zeroed]
-        if not inside and not any(s.workspace for _, s in steps):
+        spaces = [(w.zeroed, Buffer(w.nbytes, (k,))) for k, s in steps for w in s.workspace]
+        requests += [b for zeroed, b in spaces if not zeroed]
+        if not inside and not spaces:
             return None
         step = alignment(self.device)
-        offsets, total = plan_offsets(requests, step)
+        offsets, total = plan_offsets(requests, step, self.meet)
+        zeros, behind = plan_offsets([b for zeroed, b in spaces if zeroed], step, self.meet)
         views = [
             View(o, t.shape, self.strides(t), torch_dtype(t))
             for o, t in zip(offsets, inside, strict=False)
@@ -181,25 +193,13 @@ class _Writer:
         for i, t in enumerate(inside):
             self.names[t] = f"arena.tensors[{i}]"
         self.arena_index = {t: i for i, t in enumerate(inside)}
-        zeroed = self.workspaces(steps, offsets[len(inside) :], total, views)
-        return ArenaPool(total + zeroed, views, self.device, zeroed)
-
-    def workspaces(
-        self, steps: list[tuple[int, KernelStep]], offsets: list[int], end: int, views: list[View]
-    ) -> int:
-        """Add a view for each workspace. Those that hold zeros before and after lie behind `end`,
-        those of different kernels, which run one after the other, in the same place; returns how
-        many bytes of zeros that takes."""
-        free, zeroed = iter(offsets), 0
+        # those that hold zeros before and after lie behind all else
+        places = {False: iter(offsets[len(inside) :]), True: (total + n for n in zeros)}
         for k, s in steps:
-            at = end
             for i, w in enumerate(s.workspace):
-                start = at if w.zeroed else next(free)
-                at += rounded(w.nbytes, alignment(self.device)) if w.zeroed else 0
                 self.workspace_index[k, i] = len(views)
-                views.append(View(start, (w.nbytes,), (1,), torch.uint8))
-            zeroed = max(zeroed, at - end)
-        return zeroed
+                views.append(View(next(places[w.zeroed]), (w.nbytes,), (1,), torch.uint8))
+        return ArenaPool(total + behind, views, self.device, behind)
 
     def library(self, step: LibraryStep) -> None:
         node = step.node
@@ -228,71 +228,98 @@ class _Writer:
         self.require_strides(step.output)
 
     def kernel(self, step: KernelStep, k: int) -> None:
-        for t in step.inputs:
-            self.require_strides(t)
+        own = self.lay_out(step)
         for t in step.outputs:
             if t in self.memory.escaping:
-                pool = OutputPool(t.shape, self.strides(t), torch_dtype(t), self.device)
                 self.names[t] = self.fresh()
-                self.lines.append(f"{self.names[t]} = {self.constant(pool.take)}()")
+                self.lines.append(f"{self.names[t]} = {self.constant(self.maker(t))}()")
         first = len(self.derived)
         self.derived.extend(step.derived)
-        copies: list[str] = []
-        pointers = [self.pointer(t) if self.is_aligned(t) else self.aligned_pointer(t, copies)
-                    for t in step.inputs]  # fmt: skip
+        given = {t: self.names[t] for t in own}
+        self.names.update(own)
+        pointers = [self.pointer(t) for t in step.inputs]
         pointers += [f"d[{first + i}]" for i in range(len(step.derived))]
         pointers += [self.pointer(t) for t in step.outputs]
-        pointers += [
-            f"arena.pointers[{self.workspace_index[k, i]}]" for i in range(len(step.workspace))
-        ]
-        run = self.constant(step.kernel.run)
-        self.lines.append(f"s = {run}([{', '.join(pointers)}])  # {step.name}")
-        self.lines.append(f"if s: check_status(s, {step.name!r})")
-        if copies:
-            self.lines.append(" = ".join(copies) + " = None")
+        pointers += [f"at[{self.workspace_index[k, i]}]" for i in range(len(step.workspace))]
+        if self.on_gpu:
+            enqueue = self.constant(cast(DeviceCode, step.kernel).enqueue)
+            listed = "".join(p + ", " for p in pointers)
+            self.lines.append(f"{enqueue}(({listed}), stream)  # {step.name}")
+        else:
+            run = self.constant(step.kernel.run)
+            self.lines.append(f"s = {run}([{', '.join(pointers)}])  # {step.name}")
+            self.lines.append(f"if s: check_status(s, {step.name!r})")
+        if own:
+            self.lines.append(" = ".join(own.values()) + " = None")
+        self.names.update(given)
+
+    def maker(self, t: Tensor) -> Callable[[], torch.Tensor]:
+        """What makes a new tensor for a result. On a GPU PyTorch's allocator is the pool."""
+        shape, strides, dtype = t.shape, self.strides(t), torch_dtype(t)
+        if self.on_gpu:
+            return partial(torch.empty_strided, shape, strides, dtype=dtype, device=self.device)
+        return OutputPool(shape, strides, dtype, self.device).take
+
+    def lay_out(self, step: KernelStep) -> dict[Tensor, str]:
+        """See to it that inputs have the strides that the kernel was generated for. Returns the
+        names of copies for this step alone."""
+        for t in step.inputs:
+            self.require_strides(t)
+        return {}
 
     def is_aligned(self, t: Tensor) -> bool:
         """Whether a pointer needs no look: kernels for the CPU take any, what kernels write is
         allocated well, and a weight's place is guarded (weights.py)."""
-        if self.device.type != "cuda" or t in self.memory.written:
+        if not self.on_gpu or t in self.memory.written:
             return True
         slot = self.captured.slots.get(t)
         return slot is not None and slot.fetch().data_ptr() % GPU_POINTER == 0
 
-    def aligned_pointer(self, t: Tensor, copies: list[str]) -> str:
-        """The pointer of what may be a view into the middle of something, or of a copy of it, whose
-        name is added to `copies`: it must live until the kernel is enqueued."""
-        name = self.fresh()
-        self.lines.append(f"{name} = aligned({self.names[t]})")
-        copies.append(name)
-        return f"{name}.data_ptr()"
+    def address(self, t: Tensor) -> str:
+        """A name for the address of a tensor that the call has in hand, looked up once. What may be
+        a view into the middle of something is copied, where it is one: the copy lives as long as
+        the call, since other kernels may read it."""
+        if t not in self.addresses:
+            name, at = self.names[t], f"x{len(self.addresses)}"
+            self.addresses[t] = at
+            self.lines.append(f"{at} = {name}.data_ptr()")
+            if not self.is_aligned(t):
+                copy = f"({self.fresh()} := aligned({name}))"
+                self.lines.append(f"if {at} % {GPU_POINTER}: {at} = {copy}.data_ptr()")
+        return self.addresses[t]
 
     def require_strides(self, t: Tensor) -> None:
         """A library result has the strides that the kernel was generated for, or is copied."""
-        if t in self.memory.written or t in self.graph.inputs or t in self.captured.slots:
-            return
-        name = self.names[t]
-        if name.startswith("v"):
-            expected = self.strides(t)
+        if t not in self.restrided and self.is_librarys(t):
+            self.restrided.add(t)
+            name, expected = self.names[t], self.strides(t)
             self.lines.append(
                 f"if {name}.stride() != {expected!r}: {name} = restride({name}, {expected!r})"
             )
 
+    def is_librarys(self, t: Tensor) -> bool:
+        """Whether a library call has made a tensor, so that its strides need a look."""
+        known = t in self.memory.written or t in self.graph.inputs or t in self.captured.slots
+        return not known and self.names[t].startswith("v")
+
     def pointer(self, t: Tensor) -> str:
         name = self.names[t]
-        if name.startswith("w["):
+        if name.startswith("w[") and self.is_aligned(t):
             return f"p[{name[2:-1]}]"
         if name.startswith("arena."):
-            return f"arena.pointers[{self.arena_index[t]}]"
-        return f"{name}.data_ptr()"
+            return f"at[{self.arena_index[t]}]"
+        return self.address(t)
 
-    def release(self, k: int) -> None:
-        """Drop library results after their last use, so that their memory is free early."""
+    def unread_after(self, k: int) -> list[Tensor]:
+        """Library results that no later step reads."""
         kept = set(self.graph.output_tensors)
-        dead = [
-            t for t, last in self.last.items()
-            if last == k and t not in kept and self.names.get(t, "").startswith("v")
+        return [
+            t for t, uses in self.uses.items()
+            if uses[-1] == k and t not in kept and self.names.get(t, "").startswith("v")
         ]  # fmt: skip
+
+    def drop(self, dead: list[Tensor]) -> None:
+        """Drop results, so that their memory is free early."""
         if dead:
             self.lines.append(" = ".join(self.names[t] for t in dead) + " = None")
 
@@ -355,13 +382,14 @@ def _extent_bytes(t: Tensor, strides: tuple[int, ...]) -> int:
     return extent * t.dtype.size
 
 
-def _last_uses(plan: Plan) -> dict[Tensor, int]:
-    last: dict[Tensor, int] = {}
+def _uses(plan: Plan) -> dict[Tensor, list[int]]:
+    uses: dict[Tensor, list[int]] = {}
     for k, step in enumerate(plan.steps):
-        last.update((t, k) for t in (*step.inputs, *step.outputs))
-    return last
+        for t in (*step.inputs, *step.outputs):
+            uses.setdefault(t, []).append(k)
+    return uses
 
 
 def write(captured: Captured, plan: Plan, device: torch.device) -> Executable:
-    """The plan as a function. Kernel outputs nobody outside can see share one arena."""
-    return _Writer(captured, plan, device).write()
+    """The plan as a function."""
+    return Writer(captured, plan, device).write()

@@ -16,19 +16,20 @@ class Gate:
     capture. A thread may capture within its own call, and call within its own capture."""
 
     def __init__(self) -> None:
-        self._condition = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()
+        self._condition = threading.Condition(self._lock)
         self._inside = 0
         self._waiting = 0
         self._mine = threading.local()
 
     def __enter__(self) -> None:
-        with self._condition:
+        with self._lock:  # the condition's, without its own methods: each call comes by
             self._inside += 1
         self._mine.depth = getattr(self._mine, "depth", 0) + 1
 
     def __exit__(self, *_: object) -> None:
         self._mine.depth -= 1
-        with self._condition:
+        with self._lock:
             self._inside -= 1
             if self._waiting and not self._inside:
                 self._condition.notify_all()

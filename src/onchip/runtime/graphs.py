@@ -16,7 +16,6 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,50 +24,28 @@ from typing import Any
 import torch
 
 from onchip.analysis.record import Blocker, GraphCoverage
-from onchip.capture import schema
 from onchip.capture.captured import Captured
 from onchip.errors import OnchipError
 from onchip.ir.expr import Tensor
-from onchip.planning.plan import LibraryStep, Plan
-from onchip.planning.recording import record
+from onchip.planning.plan import Plan
+from onchip.planning.recording import Streams, record
+from onchip.runtime import branched
 from onchip.runtime.arena import Arena, use_count
-from onchip.runtime.executable import PROGRAM, Executable, view_of
+from onchip.runtime.blockers import culprit, find_blockers, text_of
+from onchip.runtime.branches import branches_of
+from onchip.runtime.executable import Executable
+from onchip.runtime.tensors import again, copy_of, distinct, view_of
 from onchip.runtime.weights import Snapshot
 
 ROUNDS = 9  # of measuring: graph or not
+IN_A_ROW = 4  # replays that are timed together, where two graphs are compared
 LEAST_GAIN = 0.02  # a graph that saves less is not worth its memory
 MOST_LENT = 4  # graphs on callers' memory, for each stream
 STREAMS = 4
-# Graphs whose weights change are recorded again, as long as each served so many calls.
+# Graphs are recorded again (for other weights, or another caller's memory) as long as each served
+# so many calls, or so many came without a change of the weights. So many are recorded before.
 LEAST_CALLS = 4
 PATIENCE = 8
-
-
-def find_blockers(captured: Captured, plan: Plan, device: torch.device) -> tuple[Blocker, ...]:
-    """What a graph can't hold: operators with tensors on the CPU, and random numbers (each replay
-    would draw the same). Operators that wait for the GPU are found by recording."""
-    found = []
-    for t in captured.graph.inputs:
-        if _elsewhere(t, device):
-            found.append(Blocker(t.name, "", f"this input is on {t.tag['device']}"))
-    for step in plan.steps:
-        if not isinstance(step, LibraryStep):
-            continue
-        node = step.node
-        odd = next((t for t in (*node.inputs, *node.results) if _elsewhere(t, device)), None)
-        target = node.call.target
-        if odd is not None:
-            reason = f"{odd.name} is on {odd.tag['device']}"
-        elif schema.is_random(target) and "empty" not in target:
-            reason = "it draws random numbers"
-        else:
-            continue
-        found.append(Blocker(node.name, str(node.origin), reason))
-    return tuple(found)
-
-
-def _elsewhere(t: Tensor, device: torch.device) -> bool:
-    return str(t.tag.get("device", device)) != str(device)
 
 
 class _CannotRecord(Exception):
@@ -86,20 +63,18 @@ class Instance:
     own: list[torch.Tensor] | None
     results: list[torch.Tensor | None]
     storages: list[torch.UntypedStorage] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
+    counts: list[tuple[int, int]] = field(default_factory=list)  # _cdata of a storage, its holders
 
     def __post_init__(self) -> None:
         kept = {id(t): t for t in self.results if t is not None}
         storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in kept.values()}
         self.storages = list(storages.values())
         if use_count is not None:
-            self.counts = [use_count(s._cdata) for s in self.storages]
+            self.counts = [(s._cdata, use_count(s._cdata)) for s in self.storages]
 
     def free(self) -> bool:
         """Whether nobody else holds a result."""
-        return use_count is not None and all(
-            use_count(s._cdata) <= n for s, n in zip(self.storages, self.counts, strict=True)
-        )
+        return use_count is not None and all(use_count(data) <= n for data, n in self.counts)
 
 
 @dataclass(eq=False)
@@ -109,6 +84,7 @@ class Lane:
     arena: Arena | None
     pool: Any = None
     lock: threading.Lock = field(default_factory=threading.Lock)
+    snapshot: Snapshot | None = None  # the weights of the graphs
     own: Instance | None = None
     lent: deque[Instance] = field(default_factory=lambda: deque(maxlen=MOST_LENT))
     seen: deque[tuple[int, ...]] = field(default_factory=lambda: deque(maxlen=MOST_LENT))
@@ -127,14 +103,16 @@ class Graphs:
         self, captured: Captured, plan: Plan, executable: Executable, device: torch.device,
         mutated: Sequence[int], constants: Sequence[Tensor],
     ) -> None:  # fmt: skip
-        self.captured, self.executable, self.device = captured, executable, device
+        self.captured, self.plan, self.device = captured, plan, device
+        self.executable = executable  # what is recorded
         self.mutated, self.constants = mutated, constants
         self.lanes: dict[int, Lane] = {}
         self.lock = threading.Lock()
-        self.records = self.calls = 0
+        self.snapshot: Snapshot | None = None  # the latest call's
+        self.records = self.served = self.calls = 0
         self.copying = False  # a graph pays although inputs are copied in and results out
         blockers = find_blockers(captured, plan, device)
-        self.coverage = GraphCoverage(False, _blocked(blockers), blockers)
+        self.coverage = GraphCoverage(False, text_of(blockers), blockers)
 
     # -- whether there are any
 
@@ -148,7 +126,7 @@ class Graphs:
             try:
                 self._prepare(_stream(self.device), inputs, now)
             except _CannotRecord as failure:
-                self._off(self._culprit(failure.__cause__ or failure))
+                self._off(self._culprit(failure))
             except RuntimeError as error:  # no memory for a second set of inputs
                 self._off(self._culprit(error))
             finally:
@@ -156,13 +134,16 @@ class Graphs:
                     t.copy_(value)
 
     def _prepare(self, stream: int, inputs: Sequence[torch.Tensor], now: Snapshot) -> None:
-        lane = self.lanes[stream] = self._new_lane()
-        own, inputs = ([_copy(x) for x in inputs] for _ in range(2))
+        lane = self._new_lane()
+        plain, arena = self.executable, lane.arena
+        own, inputs = ([copy_of(x) for x in inputs] for _ in range(2))
         for _ in range(2):
-            self._launch(own, now, lane.arena)
+            self._launch(plain, own, now, arena)
         lane.own = mine = self._record(lane, own, now, own)
+        lane, mine, branches = self._branch(lane, mine, own, now)
+        self.lanes[stream] = lane
         runs = (
-            lambda: self._launch(own, now, lane.arena),
+            lambda: self._launch(plain, own, now, arena),
             mine.graph.replay,
             lambda: self._copied(mine, inputs, now),
         )
@@ -176,9 +157,38 @@ class Graphs:
             self.lanes.clear()
             return
         rest = "" if self.copying else ", for inputs at addresses seen before"
-        self.coverage = replace(cover, graphed=True, text=f"one CUDA graph{rest}: {figures}")
+        text = f"one CUDA graph{branches}{rest}: {figures}"
+        cover = replace(cover, text=text, branches=self.executable.streams)
+        self.coverage = replace(cover, graphed=True)
         if not self.copying:
             lane.own = None
+
+    def _branch(
+        self, lane: Lane, in_a_row: Instance, own: list[torch.Tensor], now: Snapshot
+    ) -> tuple[Lane, Instance, str]:
+        """Record the program with its branches at once, too, if it has any: where that is faster,
+        all is recorded like that from now on. Takes what was recorded in a row; returns the lane
+        and the graph to go on with, and what to say of them."""
+        found = branches_of(self.plan)
+        if found.count == 1:
+            return lane, in_a_row, ""
+        plain = self.executable
+        self.executable = branched.write(self.captured, self.plan, self.device, found)
+        try:
+            other = self._new_lane()
+            other.own = at_once = self._record(other, own, now, own)
+        except (_CannotRecord, RuntimeError) as failure:  # or no memory for a second arena
+            culprit = self._culprit(failure)
+            self.executable = plain
+            return lane, in_a_row, f" (in a row: {culprit.operator}: {culprit.reason})"
+        runs = (in_a_row.graph.replay, at_once.graph.replay)
+        row_us, branched_us = _medians(runs, self.device, IN_A_ROW)
+        self.coverage = replace(self.coverage, row_us=row_us, branched_us=branched_us)
+        if branched_us > row_us * (1 - LEAST_GAIN):
+            self.executable = plain
+            return lane, in_a_row, ""
+        times = f"{branched_us:,.0f} µs against {row_us:,.0f} µs in a row"
+        return other, at_once, f", {found.count} branches at once ({times})"
 
     def _off(self, blocker: Blocker) -> None:
         """No graphs from now on."""
@@ -188,17 +198,8 @@ class Graphs:
         )
         self.lanes.clear()
 
-    def _culprit(self, error: BaseException) -> Blocker:
-        """The operator whose call failed, by the line of the program that made it."""
-        frames = traceback.extract_tb(error.__traceback__)
-        line = next((f.lineno for f in reversed(frames) if f.filename == PROGRAM), None)
-        text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
-        source = self.executable.source.splitlines()
-        if line is None or line > len(source):
-            return Blocker("the program", "", text)
-        name = source[line - 1].partition("  # ")[2] or source[line - 1].strip()
-        node = next((n for n in self.captured.graph.nodes if n.name == name), None)
-        return Blocker(name, str(node.origin) if node is not None else "", text)
+    def _culprit(self, error: Exception) -> Blocker:
+        return culprit(error.__cause__ or error, self.executable.source, self.captured)
 
     # -- calls
 
@@ -213,43 +214,59 @@ class Graphs:
             return None
         with lane.lock:
             self.calls += 1
-            self._forget(lane, now)
+            if lane.snapshot is not now:
+                self._forget(lane, now)
             try:
                 return self._serve(lane, inputs, now)
             except _CannotRecord as failure:
-                self._off(self._culprit(failure.__cause__ or failure))
+                self._off(self._culprit(failure))
                 return None
 
     def _serve(
         self, lane: Lane, inputs: Sequence[torch.Tensor], now: Snapshot
     ) -> list[torch.Tensor] | None:
-        pointers = tuple(x.data_ptr() for x in inputs)
-        known = pointers in lane.seen
-        if not known:
-            lane.seen.append(pointers)
-        mine = next((i for i in lane.lent if i.pointers == pointers and i.free()), None)
-        if mine is None and known and self._worth_recording():
-            mine = self._record(lane, inputs, now, None)
-            lane.lent.append(mine)  # the oldest goes
+        pointers = tuple([x.data_ptr() for x in inputs])
+        mine = self._lent(lane, pointers)
+        if mine is None:
+            known = pointers in lane.seen
+            if not known:
+                lane.seen.append(pointers)
+            elif use_count is not None and self._worth_recording():
+                mine = self._record(lane, inputs, now, None)
+                lane.lent.append(mine)  # the oldest goes
         if mine is not None:
+            self.served += 1
             mine.graph.replay()
             self._count_writes(inputs, now)
             return self._results(mine, inputs, now, copied=False)
         if not self.copying:
             return None
         if lane.own is None:
-            own = [_copy(x) for x in inputs]
+            if not self._worth_recording():
+                return None
+            own = [copy_of(x) for x in inputs]
             lane.own = self._record(lane, own, now, own)
+        self.served += 1
         return self._copied(lane.own, inputs, now)
 
+    @staticmethod
+    def _lent(lane: Lane, pointers: tuple[int, ...]) -> Instance | None:
+        """A graph on this memory that may run again."""
+        for i in lane.lent:
+            if i.pointers == pointers and i.free():
+                return i
+        return None
+
     def _worth_recording(self) -> bool:
-        """Results must be known to be dropped; and what is recorded must be used."""
-        return use_count is not None and (
-            self.records < PATIENCE or self.calls > LEAST_CALLS * self.records
-        )
+        """What is recorded must be used."""
+        return self.records < PATIENCE or self.calls > LEAST_CALLS * self.records
 
     def _forget(self, lane: Lane, now: Snapshot) -> None:
-        """Drop graphs of weights that were replaced since."""
+        """Drop graphs of weights that were replaced since. Of the calls with those, only the ones
+        that a graph served are a reason to record another."""
+        if self.snapshot is not now:
+            self.snapshot, self.calls = now, self.served + 1
+        lane.snapshot = now
         if lane.own is not None and lane.own.snapshot is not now:
             lane.own = None
         for i in [i for i in lane.lent if i.snapshot is not now]:
@@ -269,21 +286,26 @@ class Graphs:
     # -- recording and replaying
 
     def _launch(
-        self, inputs: Sequence[torch.Tensor], now: Snapshot, arena: Arena | None
-    ) -> list[torch.Tensor]:
-        return self.executable.run(
-            inputs, now.tensors, now.pointers, now.derived, now.derived_pointers, arena
-        )
+        self, executable: Executable, inputs: Sequence[torch.Tensor], now: Snapshot,
+        arena: Arena | None,
+    ) -> list[torch.Tensor]:  # fmt: skip
+        given = (inputs, now.tensors, now.pointers, now.derived, now.derived_pointers, arena)
+        if executable.streams == 1:
+            return executable.run(*given)
+        with Streams(executable.streams, self.device) as streams:
+            return executable.run(*given, streams)
 
     def _record(
         self, lane: Lane, inputs: Sequence[torch.Tensor], now: Snapshot,
         own: list[torch.Tensor] | None,
     ) -> Instance:  # fmt: skip
-        given = [x.detach() for x in inputs]
+        executable, given = self.executable, [x.detach() for x in inputs]
         if lane.own is None and not lane.lent:
             lane.pool = None  # PyTorch's allocator gives a pool up with its last graph
         try:
-            r = record(lambda: self._launch(given, now, lane.arena), self.device, lane.pool)
+            r = record(
+                lambda: self._launch(executable, given, now, lane.arena), self.device, lane.pool
+            )
         except (RuntimeError, OnchipError) as error:
             raise _CannotRecord from error
         self.records += 1
@@ -302,7 +324,7 @@ class Graphs:
         """Replay on copies of the inputs; results are copies, and writes are copied back."""
         assert mine.own is not None
         for to, x in zip(mine.own, inputs, strict=True):
-            _distinct(to).copy_(_distinct(x.detach()))
+            distinct(to).copy_(distinct(x.detach()))
         mine.graph.replay()
         for i in self.mutated:
             inputs[i].copy_(mine.own[i])
@@ -311,6 +333,8 @@ class Graphs:
 
     def _count_writes(self, inputs: Sequence[torch.Tensor], now: Snapshot) -> None:
         """Let PyTorch know what the replay wrote: other programs' derived weights depend on it."""
+        if not self.constants and not self.mutated:
+            return
         written = [now.values[t] for t in self.constants]
         written += [inputs[i] for i in self.mutated] if inputs else []
         for t in written:
@@ -326,7 +350,7 @@ class Graphs:
         out: list[torch.Tensor] = []
         for t, how in zip(mine.results, self.captured.results, strict=True):
             if t is not None:
-                out.append(_again(t, copies) if copied else t.detach())
+                out.append(again(t, copies) if copied else t.detach())
                 continue
             assert how.alias is not None
             kind, key = how.alias
@@ -336,52 +360,22 @@ class Graphs:
         return out
 
 
-def _again(t: torch.Tensor, copies: dict[int, torch.UntypedStorage]) -> torch.Tensor:
-    """A copy of a tensor, on the copy of its storage that `copies` holds already, if any."""
-    if t.is_conj() or t.is_neg():
-        return t.clone()
-    storage = t.untyped_storage()
-    if storage._cdata not in copies:
-        whole = torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage)
-        copies[storage._cdata] = whole.clone().untyped_storage()
-    out = torch.empty(0, dtype=t.dtype, device=t.device)
-    return out.set_(copies[storage._cdata], t.storage_offset(), t.shape, t.stride())
-
-
-def _copy(x: torch.Tensor) -> torch.Tensor:
-    """The same elements with the same strides; an expanded tensor stays expanded."""
-    with torch.inference_mode(False), torch.no_grad():  # calls in any mode write it later
-        out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-        _distinct(out).copy_(_distinct(x.detach()))
-    return out
-
-
-def _distinct(x: torch.Tensor) -> torch.Tensor:
-    """Each element of an expanded tensor once: a copy may not write one twice."""
-    if 0 not in x.stride():
-        return x
-    shape = [min(n, 1) if s == 0 else n for n, s in zip(x.shape, x.stride(), strict=True)]
-    return x.as_strided(shape, x.stride())
-
-
-def _blocked(blockers: tuple[Blocker, ...]) -> str:
-    names = ", ".join(b.operator for b in blockers[:3])
-    more = f" and {len(blockers) - 3} more" if len(blockers) > 3 else ""
-    return f"no CUDA graph: {names}{more} can't be part of one" if blockers else "not tried yet"
-
-
 def _stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
-def _medians(runs: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
-    """Microseconds of each, with the wait for the GPU, in turn."""
+def _medians(
+    runs: Sequence[Callable[[], object]], device: torch.device, repeats: int = 1
+) -> list[float]:
+    """Microseconds of each, with the wait for the GPU, in turn. repeats: of each in its turn, so
+    that the host's work hides behind the GPU's."""
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(ROUNDS):
         for run, mine in zip(runs, times, strict=True):
             torch.cuda.synchronize(device)
             start = time.perf_counter()
-            run()
+            for _ in range(repeats):
+                run()
             torch.cuda.synchronize(device)
-            mine.append((time.perf_counter() - start) * 1e6)
+            mine.append((time.perf_counter() - start) * 1e6 / repeats)
     return [statistics.median(t) for t in times]

@@ -38,6 +38,10 @@ class Specialisation:
     used: int = 0
     # weights that a caller's CUDA graph reads: it may be replayed as long as this exists
     pinned: list[Snapshot] = field(default_factory=list)
+    gpu: int | None = field(init=False)  # its index
+
+    def __post_init__(self) -> None:
+        self.gpu = self.device.index if self.device.type == "cuda" else None
 
     @property
     def writes(self) -> bool:
@@ -46,7 +50,7 @@ class Specialisation:
     @property
     def coverage(self) -> GraphCoverage | None:
         """What runs as a CUDA graph; None on a CPU."""
-        if self.device.type != "cuda":
+        if self.gpu is None:
             return None
         if self.graphs is None:
             return GraphCoverage(False, 'no CUDA graph: Settings(cuda_graph="off")')
@@ -57,7 +61,7 @@ class Specialisation:
 
     def prepare_graphs(self, inputs: Sequence[torch.Tensor]) -> None:
         """On a GPU: find out whether CUDA graphs pay. Neither inputs nor buffers change."""
-        if self.device.type != "cuda":
+        if self.gpu is None:
             return
         self.graphs = Graphs(
             self.captured, self.plan, self.executable, self.device, self.mutated,
@@ -71,20 +75,20 @@ class Specialisation:
 
     def run(self, leaves: Sequence[Any]) -> Any:
         inputs = self.inputs(leaves)
-        if self.device.type != "cuda":
+        if self.gpu is None:
             now = self.weights.current()
             return self.rebuild(self._launch(inputs, now, 0))
-        if torch.cuda.current_device() == self.device.index:
-            return self._run_on_gpu(inputs)
+        if torch._C._cuda_getDevice() == self.gpu:
+            return self._run_on_gpu(inputs, self.gpu)
         with torch.cuda.device(self.device):
-            return self._run_on_gpu(inputs)
+            return self._run_on_gpu(inputs, self.gpu)
 
-    def _run_on_gpu(self, inputs: Sequence[torch.Tensor]) -> Any:
+    def _run_on_gpu(self, inputs: Sequence[torch.Tensor], gpu: int) -> Any:
         """Enqueue the call on the current stream."""
         now = self.weights.current()
         if torch.cuda.is_current_stream_capturing():
             return self.rebuild(self._be_captured(inputs, now))
-        stream = torch.cuda.current_stream().cuda_stream
+        stream = torch._C._cuda_getCurrentRawStream(gpu)
         now.used_on(stream)
         flat = self.graphs.run(inputs, now, stream) if self.graphs is not None else None
         return self.rebuild(self._launch(inputs, now, stream) if flat is None else flat)

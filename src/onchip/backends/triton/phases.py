@@ -10,7 +10,7 @@ their numbers (as CUB's scans and stream-K products rely on as well), a row's ar
 there are at most MOST_SHARING of them, far fewer than any GPU holds at once: so all programs of the
 lowest unfinished row are running or about to start. Of several such kernels at a time each can have
 one row that has not started whole; it takes four of them to fill a GPU of 132 multiprocessors, with
-one program on each.
+one program on each. (The branches of one CUDA graph run them one at a time: runtime/branches.py.)
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def counters(nest: Nest) -> list[Workspace]:
     """The memory of barriers that are not a cluster's: after each phase but the last, a counter a
     row."""
     rows, _ = sharing(nest)
-    return [Workspace(rows * COUNTER_BYTES, zeroed=True) for _ in nest.before]
+    return [Workspace(rows * COUNTER_BYTES, zeroed=True, barrier=True) for _ in nest.before]
 
 
 def emit_barrier(w: Writer, counter: str, nest: Nest, done: list[Kept]) -> None:

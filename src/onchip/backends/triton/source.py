@@ -107,10 +107,11 @@ class Launch:
 @dataclass(frozen=True, slots=True)
 class Workspace:
     """Memory that the launches hand to each other. zeroed: it holds zeros before the first launch
-    and is left so."""
+    and is left so; barrier: programs of a launch wait for each other by it."""
 
     nbytes: int
     zeroed: bool = False
+    barrier: bool = False
 
 
 @dataclass(frozen=True, slots=True)

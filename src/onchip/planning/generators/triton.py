@@ -6,7 +6,7 @@ Nothing here imports triton: kernels are compiled in other processes.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -42,7 +42,7 @@ DEPENDENT_SINCE = 90
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DeviceKernel:
-    """A kernel on a GPU; see plan.Kernel. Its launches go to PyTorch's current stream."""
+    """A kernel on a GPU; see plan.DeviceCode. Its launches go to PyTorch's current stream."""
 
     built: Built
     device: int
@@ -55,6 +55,10 @@ class DeviceKernel:
     def run(self, pointers: list[int]) -> int:
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         return self.built.launcher(self.device).run(pointers, stream)
+
+    @property
+    def enqueue(self) -> Callable[[Sequence[int], int], None]:
+        return self.built.launcher(self.device).enqueue
 
 
 @dataclass(frozen=True, eq=False, slots=True)
