@@ -16,6 +16,7 @@ from onchip.runtime.graphs import Graphs
 from onchip.runtime.weights import Snapshot
 
 from .library import compile_library, library_plan
+from .test_kernels import by_op, kernel_plan
 
 CPU = torch.device("cpu")
 
@@ -91,14 +92,14 @@ def recording(times, race):
 def prepared(monkeypatch):
     """(model, inputs, times) -> a function that calls its graphs as a program would."""
 
-    def make(model, inputs, times=(100.0, 10.0, 20.0), race=(10.0, 10.0)):
+    def make(model, inputs, times=(100.0, 10.0, 20.0), race=(10.0, 10.0), plan=library_plan):
         record, medians = recording(times, race)
         monkeypatch.setattr(graphs, "Streams", Streams)
         monkeypatch.setattr(graphs, "record", record)
         monkeypatch.setattr(graphs, "_medians", medians)
         monkeypatch.setattr(graphs, "_stream", lambda device: 0)
         with torch.no_grad():
-            entry = compile_library(model, inputs).latest
+            entry = compile_library(model, inputs, plan=plan).latest
             entry.graphs = made = Graphs(
                 entry.captured, entry.plan, entry.executable, CPU, entry.mutated,
                 entry.mutated_constants,
@@ -372,6 +373,20 @@ def test_branches_run_at_once_where_that_is_faster(prepared, race, branches):
             same(p, q)
         same(entry.captured.module.total, mirror.total)
     assert entry.graphs.lanes[0].lent
+
+
+def test_branches_have_an_arena_in_which_less_is_shared(prepared):
+    def f(s, x):
+        return torch.cumsum(x.exp().neg(), 0) + torch.cumsum(x.neg().exp(), 0)
+
+    x = torch.rand(4, 3)
+    entry = prepared(Fn(f), (x,), race=(100.0, 50.0), plan=kernel_plan(by_op))
+    row, at_once = (e.arenas.nbytes for e in (entry.executable, entry.graphs.executable))
+    assert (row, at_once) == (2 * 64, 4 * 64)
+    for stream in (0, 1):
+        for _ in range(3):
+            torch.testing.assert_close(call(entry, x, stream=stream)[0], f(None, x))
+        assert entry.graphs.lanes[stream].arena.block.numel() == at_once
 
 
 def test_a_chain_is_recorded_once(prepared):

@@ -99,7 +99,9 @@ class Streams:
 
     def mark(self) -> torch.cuda.Event:
         """An event behind the current stream's work so far."""
-        return torch.cuda.current_stream().record_event()
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     def __enter__(self) -> Streams:
         return self

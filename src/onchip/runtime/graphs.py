@@ -126,7 +126,7 @@ class Graphs:
             try:
                 self._prepare(_stream(self.device), inputs, now)
             except _CannotRecord as failure:
-                self._off(self._culprit(failure))
+                self._off(self._culprit(failure.__cause__ or failure))
             except RuntimeError as error:  # no memory for a second set of inputs
                 self._off(self._culprit(error))
             finally:
@@ -169,18 +169,18 @@ class Graphs:
         """Record the program with its branches at once, too, if it has any: where that is faster,
         all is recorded like that from now on. Takes what was recorded in a row; returns the lane
         and the graph to go on with, and what to say of them."""
-        found = branches_of(self.plan)
-        if found.count == 1:
+        branches = branches_of(self.plan)
+        if branches.count == 1:
             return lane, in_a_row, ""
         plain = self.executable
-        self.executable = branched.write(self.captured, self.plan, self.device, found)
+        self.executable = branched.write(self.captured, self.plan, self.device, branches)
         try:
             other = self._new_lane()
             other.own = at_once = self._record(other, own, now, own)
         except (_CannotRecord, RuntimeError) as failure:  # or no memory for a second arena
-            culprit = self._culprit(failure)
+            found = self._culprit(failure.__cause__ or failure)
             self.executable = plain
-            return lane, in_a_row, f" (in a row: {culprit.operator}: {culprit.reason})"
+            return lane, in_a_row, f" (in a row: {found.operator}: {found.reason})"
         runs = (in_a_row.graph.replay, at_once.graph.replay)
         row_us, branched_us = _medians(runs, self.device, IN_A_ROW)
         self.coverage = replace(self.coverage, row_us=row_us, branched_us=branched_us)
@@ -188,7 +188,7 @@ class Graphs:
             self.executable = plain
             return lane, in_a_row, ""
         times = f"{branched_us:,.0f} µs against {row_us:,.0f} µs in a row"
-        return other, at_once, f", {found.count} branches at once ({times})"
+        return other, at_once, f", {branches.count} branches at once ({times})"
 
     def _off(self, blocker: Blocker) -> None:
         """No graphs from now on."""
@@ -198,8 +198,8 @@ class Graphs:
         )
         self.lanes.clear()
 
-    def _culprit(self, error: Exception) -> Blocker:
-        return culprit(error.__cause__ or error, self.executable.source, self.captured)
+    def _culprit(self, error: BaseException) -> Blocker:
+        return culprit(error, self.executable.source, self.captured)
 
     # -- calls
 
@@ -219,7 +219,7 @@ class Graphs:
             try:
                 return self._serve(lane, inputs, now)
             except _CannotRecord as failure:
-                self._off(self._culprit(failure))
+                self._off(self._culprit(failure.__cause__ or failure))
                 return None
 
     def _serve(
