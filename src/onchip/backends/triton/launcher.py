@@ -54,7 +54,11 @@ class _Config(ctypes.Structure):
     ]
 
 
-_mode = threading.local()
+class _Mode(threading.local):
+    early = False  # found at once; looking for an attribute that is missing takes half a launch
+
+
+_mode = _Mode()
 
 
 @contextlib.contextmanager
@@ -132,7 +136,7 @@ class Launcher:
 
     def enqueue(self, pointers: Sequence[int], stream: int) -> None:
         """`run`, for pointers that are known to be aligned."""
-        early = getattr(_mode, "early", False)
+        early = _mode.early
         with self._lock:
             self._put(self._slots, 0, *pointers[: self._count])
             if stream != self._stream:
