@@ -18,7 +18,7 @@ from onchip.capture import Captured, capture, constant_tensors, fold_batch_norm
 from onchip.capture.containers import flatten
 from onchip.capture.schema import is_view
 from onchip.errors import OnchipError
-from onchip.fusion.layout import choose_layouts
+from onchip.fusion.layout import choose_layouts, extent
 from onchip.fusion.nest import build_nest
 from onchip.fusion.refusal import Refusal
 from onchip.fusion.region import Region, region_of
@@ -135,8 +135,7 @@ class Guarded:
 def guarded(t: Tensor, strides: tuple[int, ...], device: str) -> Guarded:
     """Poisoned memory for a tensor of the graph."""
     dtype = getattr(torch, t.dtype.label)
-    span = 1 + sum((n - 1) * s for n, s in zip(t.shape, strides, strict=True)) if t.numel else 0
-    nbytes = span * dtype.itemsize
+    nbytes = extent(t.shape, strides) * dtype.itemsize
     raw = torch.full((2 * GUARD + nbytes,), POISON, dtype=torch.uint8, device=device)
     whole = raw[GUARD : GUARD + nbytes].view(dtype)
     return Guarded(raw, whole.as_strided(t.shape, strides))

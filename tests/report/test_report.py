@@ -20,7 +20,7 @@ CONTRACT = {  # what docs/json.md promises
     "kernels": "name ops backend choice dram_bytes flops predicted_us measured_us registers "
     "spills shared_bytes occupancy code_bytes compile_s",
     "cuda_graph": "graphed text blockers launched_us replayed_us copied_us branches row_us "
-    "branched_us",
+    "branched_us early_us",
     "decisions": "edge fused rule family text costs",
 }
 

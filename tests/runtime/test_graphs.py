@@ -2,6 +2,7 @@
 what a graph does. Which graph serves a call, what is copied, and what is never overwritten."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from tests.modules import Fn, same
 from torch import nn
 
 from onchip.analysis.record import Blocker
+from onchip.backends.triton import launcher
 from onchip.planning.recording import Recording
 from onchip.runtime import graphs
 from onchip.runtime.blockers import find_blockers
@@ -408,6 +410,59 @@ def test_branches_that_cannot_be_recorded_are_named(prepared, monkeypatch):
     assert "(in a row: " in cover.text
     assert "RuntimeError: a stream too many" in cover.text
     same(call(entry, x)[0], forking()(x)[0])
+
+
+@pytest.mark.parametrize("race", [(100.0, 90.0), (100.0, 99.0)])
+def test_kernels_start_early_where_that_is_faster(prepared, monkeypatch, race):
+    launched = []
+
+    def plan(captured):
+        made = kernel_plan(by_op)(captured)
+        for s in made.steps:
+            real = s.kernel.f
+            s.kernel.f = lambda x, f=real: launched.append(launcher._mode.early) or f(x)
+        return replace(made, steps=tuple(replace(s, waits=True) for s in made.steps))
+
+    x = torch.rand(4, 3)
+    entry = prepared(Fn(lambda s, x: torch.exp(-x)), (x,), race=race, plan=plan)
+    cover, faster = entry.graphs.coverage, race[1] < 98
+    assert (cover.row_us, cover.early_us, cover.branched_us) == (*race, None)
+    assert cover.text.startswith(
+        f"one CUDA graph{', kernels start early (90 µs against 100 µs)' * faster}: 10 µs"
+    )
+    now = entry.weights.current()
+    ways = {
+        "replayed": (lambda: call(entry, x), faster),
+        "in a caller's graph": (lambda: entry._be_captured([x], now), faster),
+        "without a graph": (lambda: entry._launch([x], now, 0), False),
+    }
+    for way, early in ways.values():
+        launched.clear()
+        torch.testing.assert_close(way()[0], torch.exp(-x))
+        assert launched == [early] * 2
+
+
+def test_one_kernel_has_none_to_start_before(prepared):
+    def plan(captured):
+        made = kernel_plan(by_op)(captured)
+        return replace(made, steps=tuple(replace(s, waits=True) for s in made.steps))
+
+    entry = prepared(Fn(lambda s, x: torch.exp(x)), (torch.rand(3),), race=(9.0, 1.0), plan=plan)
+    assert entry.graphs.coverage.early_us is None
+    assert not entry.graphs.executable.early
+
+
+def test_attention_without_dropout_draws_nothing():
+    def blocked(p):
+        def f(s, x):
+            return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=p)
+
+        with torch.no_grad():
+            captured = compile_library(Fn(f), (torch.ones(1, 2, 4, 8),)).builds[-1]
+        return [b.reason for b in find_blockers(captured, library_plan(captured), CPU)]
+
+    assert blocked(0.0) == []
+    assert blocked(0.25) == ["it draws random numbers"]
 
 
 def test_blockers_name_operator_place_and_reason():

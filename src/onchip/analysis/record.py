@@ -135,8 +135,9 @@ class GraphCoverage:
     launched_us  a call that launches each kernel by itself, with its wait for the GPU
     replayed_us  the same as a graph; copied_us: with inputs copied in and results copied out
     branches     branches of the graph that run at once; 1: all operators run in a row
-    row_us       a replay of the graph in a row, of several that follow each other, and branched_us:
-                 with its branches at once. Only where a program has branches
+    row_us       a replay of the graph in a row, of several that follow each other; branched_us:
+                 with its branches at once, and early_us: with kernels that start while the one
+                 before ends, where a program has any
     """
 
     graphed: bool | None = None
@@ -148,3 +149,4 @@ class GraphCoverage:
     branches: int | None = None
     row_us: float | None = None
     branched_us: float | None = None
+    early_us: float | None = None

@@ -74,6 +74,19 @@ def is_random(target: str) -> bool:
     return torch.Tag.nondeterministic_seeded in overload(target).tags or "empty" in target
 
 
+def draws(call: LibraryCall) -> bool:
+    """Whether a call takes random numbers. Attention does not without dropout, though its operator
+    may."""
+    if not is_random(call.target) or "empty" in call.target:
+        return False
+    names = [a.name for a in overload(call.target)._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    at = names.index("dropout_p")
+    p = call.args[at] if at < len(call.args) else call.kwargs.get("dropout_p", 0.0)
+    return p != 0
+
+
 @functools.cache
 def has_effect(target: str) -> bool:
     """Whether a call matters although nobody reads its results (assertions, writes)."""

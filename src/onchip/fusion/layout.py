@@ -28,6 +28,13 @@ def contiguous(shape: tuple[int, ...]) -> Strides:
     return tuple(reversed(out))
 
 
+def extent(shape: tuple[int, ...], strides: Strides) -> int:
+    """Elements between the first and the last one in memory, both included."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((n - 1) * abs(s) for n, s in zip(shape, strides, strict=True))
+
+
 def channels_last(shape: tuple[int, ...]) -> Strides:
     """Strides with axis 1 innermost: (N, C, H, W) stored as N, H, W, C."""
     order = [0, *range(2, len(shape)), 1]

@@ -57,6 +57,7 @@ class Candidate:
     strides    of the inputs and outputs
     workspace  memory behind the outputs, for what its launches hand on
     precision  of its float32 products, where that is a choice: "ieee", "tf32x3" or "tf32"
+    waits      see KernelStep
     """
 
     region: Region
@@ -68,6 +69,7 @@ class Candidate:
     strides: Mapping[Tensor, Strides]
     workspace: tuple[Workspace, ...] = ()
     precision: str = ""
+    waits: bool = False
     fewer_products: bool = False  # Winograd's form
 
     @property

@@ -66,7 +66,7 @@ class Choice:
             case Verdict(kind="kernel", index=i) if self.kernel is not None:
                 c, name = self.unit.candidates[i], self.unit.region.name
                 step = KernelStep(
-                    name, self.kernel, c.inputs, c.outputs, c.derived, nodes, c.workspace
+                    name, self.kernel, c.inputs, c.outputs, c.derived, nodes, c.workspace, c.waits
                 )
                 return (step,)
             case Verdict(kind="onednn") if self.onednn:

@@ -91,7 +91,8 @@ class CallStep:
 @dataclass(frozen=True, eq=False, slots=True)
 class KernelStep:
     """One call of a generated kernel. `nodes` are the operators it computes; `workspace` is memory
-    of the step's own, whose pointers follow the outputs'."""
+    of the step's own, whose pointers follow the outputs'. waits: it may start before the GPU's work
+    so far is done (launcher.early_starts), since it waits for that by itself."""
 
     name: str
     kernel: Kernel
@@ -100,6 +101,7 @@ class KernelStep:
     derived: tuple[Derived, ...] = ()
     nodes: tuple[Node, ...] = ()
     workspace: tuple[Workspace, ...] = ()
+    waits: bool = False
 
 
 Step = LibraryStep | CallStep | KernelStep

@@ -26,10 +26,9 @@ def find_blockers(captured: Captured, plan: Plan, device: torch.device) -> tuple
             continue
         node = step.node
         odd = next((t for t in (*node.inputs, *node.results) if _elsewhere(t, device)), None)
-        target = node.call.target
         if odd is not None:
             reason = f"{odd.name} is on {odd.tag['device']}"
-        elif schema.is_random(target) and "empty" not in target:
+        elif schema.draws(node.call):
             reason = "it draws random numbers"
         else:
             continue

@@ -160,7 +160,7 @@ def _alone(step: Step) -> bool:
         return False
     target = step.node.call.target
     known = target.startswith("aten.")
-    return not known or schema.has_effect(target) or schema.is_random(target)
+    return not known or schema.has_effect(target) or schema.draws(step.node.call)
 
 
 def _programs_wait(step: Step) -> bool:

@@ -9,9 +9,10 @@ from typing import Any, cast
 
 import torch
 
+from onchip.backends.triton.launcher import early_starts
 from onchip.capture import schema
 from onchip.capture.captured import Captured, Result
-from onchip.fusion.layout import captured_strides, contiguous
+from onchip.fusion.layout import captured_strides, contiguous, extent
 from onchip.ir.expr import Tensor
 from onchip.planning.plan import (
     GPU_POINTER,
@@ -47,7 +48,8 @@ class Executable:
     """`run(inputs, tensors, pointers, derived, derived_pointers, arena)` gives the flat results;
     `constants` and `derived` say what the middle four are of. results: for each, "computed", or
     "alias" of an input, a constant or an earlier result. streams: that its steps run on; with more
-    than one, `run` also takes a recording.Streams (branched.py)."""
+    than one, `run` also takes a recording.Streams (branched.py). early: its kernels start while the
+    one before ends (launcher.early_starts)."""
 
     run: Callable[..., list[torch.Tensor]]
     source: str
@@ -56,6 +58,14 @@ class Executable:
     constants: list[Tensor]
     results: list[str]
     streams: int = 1
+    early: bool = False
+
+    def call(self, *given: Any) -> list[torch.Tensor]:
+        """`run`, launched as it says."""
+        if not self.early:
+            return self.run(*given)
+        with early_starts():
+            return self.run(*given)
 
 
 def check_status(status: int, name: str) -> None:
@@ -176,7 +186,7 @@ class Writer:
         """Give every tensor that kernels write a place in the arena or an output pool, and every
         workspace one in the arena."""
         inside = [t for t in self.memory.written if t not in self.memory.escaping]
-        sizes = [_extent_bytes(t, self.strides(t)) for t in inside]
+        sizes = [extent(t.shape, self.strides(t)) * t.dtype.size for t in inside]
         requests = [Buffer(n, self.memory.uses[t]) for n, t in zip(sizes, inside, strict=True)]
         steps = [(k, s) for k, s in enumerate(self.plan.steps) if isinstance(s, KernelStep)]
         spaces = [(w.zeroed, Buffer(w.nbytes, (k,))) for k, s in steps for w in s.workspace]
@@ -373,13 +383,6 @@ class Writer:
 def _returns_list(target: str) -> bool:
     returns = schema.overload(target)._schema.returns
     return len(returns) != 1 or "List" in str(returns[0].type)
-
-
-def _extent_bytes(t: Tensor, strides: tuple[int, ...]) -> int:
-    if 0 in t.shape:
-        return 0
-    extent = 1 + sum((n - 1) * s for n, s in zip(t.shape, strides, strict=True))
-    return extent * t.dtype.size
 
 
 def _uses(plan: Plan) -> dict[Tensor, list[int]]:

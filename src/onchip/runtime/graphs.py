@@ -16,10 +16,8 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 
@@ -27,20 +25,20 @@ from onchip.analysis.record import Blocker, GraphCoverage
 from onchip.capture.captured import Captured
 from onchip.errors import OnchipError
 from onchip.ir.expr import Tensor
-from onchip.planning.plan import Plan
+from onchip.planning.plan import KernelStep, Plan
 from onchip.planning.recording import Streams, record
 from onchip.runtime import branched
 from onchip.runtime.arena import Arena, use_count
 from onchip.runtime.blockers import culprit, find_blockers, text_of
 from onchip.runtime.branches import branches_of
 from onchip.runtime.executable import Executable
+from onchip.runtime.recorded import Instance, Lane
 from onchip.runtime.tensors import again, copy_of, distinct, view_of
 from onchip.runtime.weights import Snapshot
 
 ROUNDS = 9  # of measuring: graph or not
 IN_A_ROW = 4  # replays that are timed together, where two graphs are compared
 LEAST_GAIN = 0.02  # a graph that saves less is not worth its memory
-MOST_LENT = 4  # graphs on callers' memory, for each stream
 STREAMS = 4
 # Graphs are recorded again (for other weights, or another caller's memory) as long as each served
 # so many calls, or so many came without a change of the weights. So many are recorded before.
@@ -50,44 +48,6 @@ PATIENCE = 8
 
 class _CannotRecord(Exception):
     """Recording failed, for the reason that is this one's cause."""
-
-
-@dataclass(eq=False)
-class Instance:
-    """One recorded graph. pointers: addresses of the inputs that it reads; own: those inputs, where
-    they are its own; results: computed ones, None for those made anew by each call."""
-
-    graph: torch.cuda.CUDAGraph
-    snapshot: Snapshot
-    pointers: tuple[int, ...]
-    own: list[torch.Tensor] | None
-    results: list[torch.Tensor | None]
-    storages: list[torch.UntypedStorage] = field(default_factory=list)
-    counts: list[tuple[int, int]] = field(default_factory=list)  # _cdata of a storage, its holders
-
-    def __post_init__(self) -> None:
-        kept = {id(t): t for t in self.results if t is not None}
-        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in kept.values()}
-        self.storages = list(storages.values())
-        if use_count is not None:
-            self.counts = [(s._cdata, use_count(s._cdata)) for s in self.storages]
-
-    def free(self) -> bool:
-        """Whether nobody else holds a result."""
-        return use_count is not None and all(use_count(data) <= n for data, n in self.counts)
-
-
-@dataclass(eq=False)
-class Lane:
-    """What belongs to one stream."""
-
-    arena: Arena | None
-    pool: Any = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    snapshot: Snapshot | None = None  # the weights of the graphs
-    own: Instance | None = None
-    lent: deque[Instance] = field(default_factory=lambda: deque(maxlen=MOST_LENT))
-    seen: deque[tuple[int, ...]] = field(default_factory=lambda: deque(maxlen=MOST_LENT))
 
 
 class Graphs:
@@ -140,6 +100,7 @@ class Graphs:
         for _ in range(2):
             self._launch(plain, own, now, arena)
         lane.own = mine = self._record(lane, own, now, own)
+        lane, mine, early = self._start_early(lane, mine, own, now)
         lane, mine, branches = self._branch(lane, mine, own, now)
         self.lanes[stream] = lane
         runs = (
@@ -157,38 +118,66 @@ class Graphs:
             self.lanes.clear()
             return
         rest = "" if self.copying else ", for inputs at addresses seen before"
-        text = f"one CUDA graph{branches}{rest}: {figures}"
+        early = early if self.executable.early else ""
+        text = f"one CUDA graph{early}{branches}{rest}: {figures}"
         cover = replace(cover, text=text, branches=self.executable.streams)
         self.coverage = replace(cover, graphed=True)
         if not self.copying:
             lane.own = None
 
-    def _branch(
-        self, lane: Lane, in_a_row: Instance, own: list[torch.Tensor], now: Snapshot
+    def _start_early(
+        self, lane: Lane, mine: Instance, own: list[torch.Tensor], now: Snapshot
     ) -> tuple[Lane, Instance, str]:
-        """Record the program with its branches at once, too, if it has any: where that is faster,
-        all is recorded like that from now on. Takes what was recorded in a row; returns the lane
-        and the graph to go on with, and what to say of them."""
+        """Let kernels start while the one before ends, where that is faster. Takes what was
+        recorded; returns the lane and the graph to go on with, and what to say of them."""
+        if sum(isinstance(s, KernelStep) and s.waits for s in self.plan.steps) < 2:
+            return lane, mine, ""
+        form = replace(self.executable, early=True)
+        lane, mine, found = self._tried(form, lane, mine, own, now)
+        if isinstance(found, Blocker):
+            return lane, mine, ""
+        row_us, early_us = found
+        self.coverage = replace(self.coverage, row_us=row_us, early_us=early_us)
+        return lane, mine, f", kernels start early ({early_us:,.0f} µs against {row_us:,.0f} µs)"
+
+    def _branch(
+        self, lane: Lane, mine: Instance, own: list[torch.Tensor], now: Snapshot
+    ) -> tuple[Lane, Instance, str]:
+        """The same for branches that run at once, if the program has any."""
         branches = branches_of(self.plan)
         if branches.count == 1:
-            return lane, in_a_row, ""
-        plain = self.executable
-        self.executable = branched.write(self.captured, self.plan, self.device, branches)
+            return lane, mine, ""
+        form = branched.write(self.captured, self.plan, self.device, branches)
+        lane, mine, found = self._tried(form, lane, mine, own, now)
+        if isinstance(found, Blocker):
+            return lane, mine, f" (in a row: {found.operator}: {found.reason})"
+        before_us, branched_us = found
+        row_us = self.coverage.row_us or before_us
+        self.coverage = replace(self.coverage, row_us=row_us, branched_us=branched_us)
+        if self.executable is not form:
+            return lane, mine, ""
+        times = f"{branched_us:,.0f} µs against {before_us:,.0f} µs in a row"
+        return lane, mine, f", {branches.count} branches at once ({times})"
+
+    def _tried(
+        self, form: Executable, lane: Lane, mine: Instance, own: list[torch.Tensor], now: Snapshot
+    ) -> tuple[Lane, Instance, tuple[float, float] | Blocker]:
+        """Record the program in another form, too: where that is faster, all is recorded in it from
+        now on. The lane and the graph to go on with, and microseconds of `mine` and the new one, or
+        why there is none."""
+        kept, self.executable = self.executable, form
         try:
             other = self._new_lane()
-            other.own = at_once = self._record(other, own, now, own)
+            other.own = new = self._record(other, own, now, own)
         except (_CannotRecord, RuntimeError) as failure:  # or no memory for a second arena
             found = self._culprit(failure.__cause__ or failure)
-            self.executable = plain
-            return lane, in_a_row, f" (in a row: {found.operator}: {found.reason})"
-        runs = (in_a_row.graph.replay, at_once.graph.replay)
-        row_us, branched_us = _medians(runs, self.device, IN_A_ROW)
-        self.coverage = replace(self.coverage, row_us=row_us, branched_us=branched_us)
-        if branched_us > row_us * (1 - LEAST_GAIN):
-            self.executable = plain
-            return lane, in_a_row, ""
-        times = f"{branched_us:,.0f} µs against {row_us:,.0f} µs in a row"
-        return other, at_once, f", {branches.count} branches at once ({times})"
+            self.executable = kept
+            return lane, mine, found
+        us = _medians((mine.graph.replay, new.graph.replay), self.device, IN_A_ROW)
+        if us[1] > us[0] * (1 - LEAST_GAIN):
+            self.executable = kept
+            return lane, mine, (us[0], us[1])
+        return other, new, (us[0], us[1])
 
     def _off(self, blocker: Blocker) -> None:
         """No graphs from now on."""
@@ -291,9 +280,9 @@ class Graphs:
     ) -> list[torch.Tensor]:  # fmt: skip
         given = (inputs, now.tensors, now.pointers, now.derived, now.derived_pointers, arena)
         if executable.streams == 1:
-            return executable.run(*given)
+            return executable.call(*given)
         with Streams(executable.streams, self.device) as streams:
-            return executable.run(*given, streams)
+            return executable.call(*given, streams)
 
     def _record(
         self, lane: Lane, inputs: Sequence[torch.Tensor], now: Snapshot,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from onchip.analysis.record import GraphCoverage
+from onchip.backends.triton.launcher import early_starts
 from onchip.capture.captured import TENSOR, Captured
 from onchip.capture.containers import rebuild
 from onchip.capture.devices import device_of
@@ -98,7 +100,9 @@ class Specialisation:
         if not any(s is now for s in self.pinned):
             self.pinned.append(now)
         pool = self.executable.arenas
-        return self._call(inputs, now, pool.new() if pool is not None else None)
+        early = self.graphs is not None and self.graphs.executable.early
+        with early_starts() if early else contextlib.nullcontext():
+            return self._call(inputs, now, pool.new() if pool is not None else None)
 
     def _launch(
         self, inputs: Sequence[torch.Tensor], now: Snapshot, stream: int

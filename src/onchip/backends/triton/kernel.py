@@ -35,6 +35,7 @@ from onchip.backends.triton.steps import HALF
 from onchip.backends.triton.stream import emit_walk, grows, walk_loops, walk_widths
 from onchip.backends.triton.strips import emit_pieces
 from onchip.backends.triton.writer import CannotExpress, Place, Scope, Tile, Writer, power_of_two
+from onchip.fusion.layout import extent
 from onchip.fusion.nest import Nest, Span
 from onchip.fusion.online import as_online
 from onchip.fusion.refusal import Refusal, Rule
@@ -91,7 +92,7 @@ def emit_kernel(
         w = Writer(pointers, strides, own)
         w.free = free
         w.coarse = all(t.dtype in HALF for t in produced)
-        if any(_reach(t, strides[t]) >= 2**31 for t in (*read, *produced)):
+        if any(extent(t.shape, strides[t]) > 2**31 for t in (*read, *produced)):
             w.integer = "tl.int64"
         return w
 
@@ -154,11 +155,6 @@ def _functions(
 def identifier(name: str) -> str:
     """A function's name: what is no letter or digit becomes one underscore, and it is cut short."""
     return re.sub(r"\W+|_+", "_", name).strip("_")[:NAME_LIMIT] or "kernel"
-
-
-def _reach(t: Tensor, strides: Strides) -> int:
-    """The offset of the last element."""
-    return sum((n - 1) * abs(s) for n, s in zip(t.shape, strides, strict=True))
 
 
 def _unsupported(tensors: tuple[Tensor, ...]) -> Refusal | None:

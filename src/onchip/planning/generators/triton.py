@@ -26,6 +26,7 @@ from onchip.backends.triton.kernel import emit_kernel
 from onchip.backends.triton.source import Options, TritonSource, Variant
 from onchip.backends.triton.tiles import variants
 from onchip.errors import CompilerError, InputError, InternalError
+from onchip.fusion.layout import extent
 from onchip.fusion.machine import GPUS, Gpu, Machine
 from onchip.fusion.refusal import Refusal
 from onchip.fusion.region import Region
@@ -204,6 +205,7 @@ class TritonGenerator:
             strides,
             source.workspace,
             precision,
+            all(launch.waits for launch in source.launches),
         )
 
     def build_all(self, candidates: Sequence[Candidate]) -> list[Built | CompilerError | Refusal]:
@@ -217,7 +219,7 @@ class TritonGenerator:
             return DeviceKernel(built, self.device.index or 0)
         source: TritonSource = candidate.source
         tensors = (*source.inputs, *source.outputs)
-        memory = [(_torch_type(t), _extent(t, candidate.strides[t])) for t in tensors]
+        memory = [(_torch_type(t), extent(t.shape, candidate.strides[t])) for t in tensors]
         kinds = source.pointers[len(tensors) :]
         for kind, w in zip(kinds, source.workspace, strict=True):
             dtype = POINTED[kind.removeprefix("*")]
@@ -235,13 +237,6 @@ POINTED = {
 
 def _torch_type(t: Tensor) -> torch.dtype:
     return getattr(torch, t.dtype.label)
-
-
-def _extent(t: Tensor, strides: Strides) -> int:
-    """Elements between the first and the last one, both included."""
-    if 0 in t.shape:
-        return 0
-    return 1 + sum((n - 1) * s for n, s in zip(t.shape, strides, strict=True))
 
 
 # ---- which GPU -----------------------------------------------------------------------------------
