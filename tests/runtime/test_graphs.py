@@ -72,7 +72,7 @@ def recording(times, race):
     """What stands for recording and for the clock; `times`: launched, replayed, copied; `race`: in
     a row, with branches at once."""
 
-    def record(run, device, pool=None):
+    def record(run, device):
         saved = [(t, t.clone()) for t in reached(run)]
         with torch.inference_mode(False), torch.no_grad():
             results = run()
@@ -80,7 +80,7 @@ def recording(times, race):
             if not torch.equal(t, value):
                 t.copy_(value)
         kept = [t.detach() for t in results]  # as a graph: it keeps memory, not tensors
-        return Recording(Replay(run, kept), results, pool or "pool")  # type: ignore[arg-type]
+        return Recording(Replay(run, kept), results)  # type: ignore[arg-type]
 
     def medians(runs, device, repeats=1):
         for run in runs:

@@ -16,28 +16,25 @@ T = TypeVar("T")
 # PyTorch's random generators know of one capture at a time.
 _lock = threading.RLock()
 # The streams of each device that are recorded on. PyTorch hands out 32 streams in turn: with new
-# ones for each recording, another thread would soon work on a stream that is being recorded. And
-# memory of a pool that was freed serves the stream that it was taken on only.
+# ones for each recording, another thread would soon work on a stream that is being recorded.
 _streams: dict[int, list[torch.cuda.Stream]] = {}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Recording:
     """A CUDA graph and what the recorded call returned: tensors in the graph's own memory, which
-    hold nothing until the first replay and are written by each. `pool`: that memory, which another
-    recording may share if the two are only ever replayed on one stream and tensors that must live
-    on are held."""
+    hold nothing until the first replay and are written by each. (Of memory that two graphs shared,
+    what one works in may be what the other has returned.)"""
 
     graph: torch.cuda.CUDAGraph
     result: Any
-    pool: Any
 
     def replay(self) -> None:
         """Enqueue it on the current stream."""
         self.graph.replay()
 
 
-def record(run: Callable[[], T], device: torch.device, pool: Any = None) -> Recording:
+def record(run: Callable[[], T], device: torch.device) -> Recording:
     """Record what `run` launches on the current stream; nothing runs yet. `run` must have been
     called before: what libraries do at their first call can't be recorded.
 
@@ -45,7 +42,7 @@ def record(run: Callable[[], T], device: torch.device, pool: Any = None) -> Reco
     the CPU's pageable memory, or the like. Other threads may use the GPU meanwhile, but before
     PyTorch 2.14 not draw random numbers from its default generator, which knows of the capture.
     """
-    pool = torch.cuda.graph_pool_handle() if pool is None else pool
+    pool = torch.cuda.graph_pool_handle()
     with torch.cuda.device(device), _lock, _no_collection(), torch.inference_mode(False):
         try:
             graph, result = _capture(run, pool)
@@ -53,7 +50,7 @@ def record(run: Callable[[], T], device: torch.device, pool: Any = None) -> Reco
             _streams.clear()
             _recover(device, pool)
             raise
-    return Recording(graph, result, pool)
+    return Recording(graph, result)
 
 
 def _capture(run: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:

@@ -7,8 +7,8 @@ A graph reads and writes the memory that it was recorded with. Two kinds are kep
 - *lent*: recorded on the memory of a caller's inputs, seen before at the same addresses. Nothing is
   copied; its results are the graph's own memory, so it runs again only when nobody holds them.
 
-Everything is bound to a stream: graphs recorded for one share an arena and a pool of memory, since
-work on a stream stays in order.
+Everything is bound to a stream: graphs recorded for one share an arena, since work on a stream
+stays in order.
 """
 
 from __future__ import annotations
@@ -289,16 +289,11 @@ class Graphs:
         own: list[torch.Tensor] | None,
     ) -> Instance:  # fmt: skip
         executable, given = self.executable, [x.detach() for x in inputs]
-        if lane.own is None and not lane.lent:
-            lane.pool = None  # PyTorch's allocator gives a pool up with its last graph
         try:
-            r = record(
-                lambda: self._launch(executable, given, now, lane.arena), self.device, lane.pool
-            )
+            r = record(lambda: self._launch(executable, given, now, lane.arena), self.device)
         except (RuntimeError, OnchipError) as error:
             raise _CannotRecord from error
         self.records += 1
-        lane.pool = r.pool
         kinds = self.executable.results
         computed = [
             t if kind == "computed" else None for t, kind in zip(r.result, kinds, strict=True)

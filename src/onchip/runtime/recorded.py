@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -45,7 +44,6 @@ class Lane:
     """What belongs to one stream."""
 
     arena: Arena | None
-    pool: Any = None
     lock: threading.Lock = field(default_factory=threading.Lock)
     snapshot: Snapshot | None = None  # the weights of the graphs
     own: Instance | None = None

@@ -171,6 +171,6 @@ def _instructions(nest: Nest, x: Window, o: Options, gpu: Gpu) -> float:
         work += size * (BEHIND * each + BESIDE)
     if row == nest.root.loops[-1].extent:
         work += len(set(widths)) * size * ACROSS * log2(max(threads / o.lanes, 1))
-    results = prod(a.extent for a in nest.root.loops) / nest.tiles * o.lanes
+    results = prod(max(a.extent, 1) for a in nest.root.loops) / max(nest.tiles, 1) * o.lanes
     idle = max(2 * gpu.multiprocessors * o.lanes / max(nest.tiles, 1), 1)
     return work * threads / results * idle

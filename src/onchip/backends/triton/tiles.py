@@ -138,10 +138,12 @@ def _variants_of(
         text = f"a row of {row} elements; a program holds {LONGEST_ROW}"
         return Refusal(Rule.SCRATCH, root.tensor.name, text, {"elements": row})
     strips = strip_variants(staged, nest, kept, whole, strides, gpu, base)
-    if strips:
-        found = _single_elements(staged, root, nest, kept, whole, strides, gpu, base)
-        return strips + (found[:1] if isinstance(found, list) else [])
-    return _single_elements(staged, root, nest, kept, whole, strides, gpu, base)
+    found = _single_elements(staged, root, nest, kept, whole, strides, gpu, base)
+    if not strips or isinstance(found, Refusal):
+        return strips or found
+    if any(len(loads(r.body)) > 1 for k in kept for r in reduces(k.body)):
+        return strips + found[:1]
+    return found[:3] + strips[:2]  # a pool's windows cost too little for strips to pay, as a rule
 
 
 def _single_elements(
