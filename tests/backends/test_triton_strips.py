@@ -27,6 +27,7 @@ from onchip.fusion.refusal import Refusal
 from onchip.fusion.staging import stage
 from onchip.ir.dtype import DType
 from onchip.ir.expr import Tensor
+from onchip.ops.registry import OPERATORS
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="the triton package is not installed"
@@ -67,8 +68,9 @@ def window(
 
 def pool(name: str, shape: Shape, *args: object, dtype: DType = F32) -> Program:
     x = value(shape, dtype, high=-1.0)
-    y = op(name, x, *args)
-    return program([y], strides={x: last(shape), y: last(y.shape)})
+    y = OPERATORS[f"aten.{name}.default"](x, *args)
+    results = [*y] if isinstance(y, tuple) else [y]
+    return program(results, strides={t: last(t.shape) for t in (x, *results)})
 
 
 PROGRAMS: dict[str, Callable[[], Program]] = {
@@ -89,9 +91,16 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "max pool of bfloat16": lambda: pool(
         "max_pool2d", (1, 8, 6, 7), [3, 3], [1, 1], [1, 1], dtype=BF16
     ),
+    "max pool and its positions": lambda: pool(
+        "max_pool2d_with_indices", (2, 24, 9, 13), [3, 3], [2, 2], [1, 1]
+    ),
     "average pool": lambda: pool("avg_pool2d", (1, 40, 9, 11), [3, 3], [1, 1], [1, 1]),
 }
-PROPOSED = ("stride 2", "layer norm of 5 channels", "max pool")  # others: tiles of misfits only
+PROPOSED = (
+    "stride 2",
+    "layer norm of 5 channels",
+    "max pool and its positions",
+)  # others: tiles of misfits only
 
 
 @dataclass(frozen=True, eq=False)

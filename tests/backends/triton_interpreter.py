@@ -50,12 +50,18 @@ _ASSEMBLY = {
 }
 
 
+_WIDENED = "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }"  # two elements of bfloat16
+
+
 def _inline_asm(self, text: str, constraints, values, kinds, pure, pack):
     if not values:  # an instruction without a result
         if text.startswith("barrier.cluster"):
             BARRIER[0]()
         return _Result(ti.TensorHandle(np.zeros(1, np.int32), tl.int32))
     (x,) = values
+    if text == _WIDENED:
+        bits = (x.data.astype(np.uint32) << np.uint32(16)).view(np.int32)
+        return _Result(ti.TensorHandle(bits, tl.int32))
     with np.errstate(all="ignore"):
         return _Result(ti.TensorHandle(_ASSEMBLY[text](x.data), x.dtype.scalar))
 

@@ -123,6 +123,8 @@ def fold_along_strip(w: Writer, r: Reduce) -> Tile | None:
     key = r, pieces.part
     if w.depth:  # in a loop around the fold, whose values end with it
         return None
+    if any(ld.src in w.kept for ld in loads(r.body)):  # values of the element at hand alone
+        return None
     if key not in pieces.folds:
         found = window_along(r, tuple(pieces.loops))
         if found is None or is_position(r):
