@@ -39,7 +39,7 @@ for wanted in "$@"; do
     conformance) step conformance 300 12 "$python" -m pytest -m gpu tests/gpu -q --tb=short \
       -p no:cacheprovider ;;
     kernels) step kernels 400 90 "$python" bench/gpu/kernels.py ${KERNELS:-.} ;;
-    sanitize) step sanitize 500 24 bench/gpu/sanitize.sh ;;
+    sanitize) step sanitize 500 24 bench/gpu/sanitize.sh "${CASES:-}" ;;
     runtime) step runtime 240 30 "$python" bench/gpu/runtime_check.py ;;
     memory | gpu) step "$wanted" 500 40 "$python" bench/gpu/suite.py "$wanted" "${CASES:-}" ;;
     *) echo "no step $wanted" >&2; exit 2 ;;

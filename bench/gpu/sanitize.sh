@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # compute-sanitizer over small kernels of each kind: bad addresses (memcheck) and races between
 # threads of a program (racecheck). Run from the repository's root on a machine with a GPU; prints
-# failing lines and the summaries. Exit code 1: something was found, or the tool can't run here.
+# failing lines and the summaries. An argument chooses cases by a regular expression. Exit code 1: something was found, or the tool can't run here.
 set -u -o pipefail
 export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}"
 export ONCHIP_CACHE="${ONCHIP_CACHE:-/tmp/onchip-cache}"
@@ -12,14 +12,14 @@ logs=$(mktemp -d)
 failed=0
 
 # once without the tool: builds everything, and must be right
-"$python" bench/gpu/sanitize.py > "$logs/sanitize-plain.log" 2>&1 || failed=1
+"$python" bench/gpu/sanitize.py "$@" > "$logs/sanitize-plain.log" 2>&1 || failed=1
 grep -v ': [0-9]* right$' "$logs/sanitize-plain.log" | tail -n 20
 
 for tool in memcheck racecheck; do
   log="$logs/sanitize-$tool.log"
   # children only compile; 86 says that the tool found errors
   timeout "${SANITIZE_S:-240}" compute-sanitizer --tool "$tool" --target-processes application-only \
-    --error-exitcode 86 "$python" bench/gpu/sanitize.py > "$log" 2>&1
+    --error-exitcode 86 "$python" bench/gpu/sanitize.py "$@" > "$log" 2>&1
   code=$?
   echo "$tool: exit code $code; $(grep -c ': [0-9]* right$' "$log") kinds right"
   grep -E 'ERROR SUMMARY|RACECHECK SUMMARY|Device not supported|Invalid|Race reported|Error:' "$log" \

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from tests.backends.triton_together import BARRIER
+from tests.backends.triton_together import EXCHANGE
 from triton.language.extra import libdevice
 from triton.language.extra.cuda import libdevice as cuda
 from triton.runtime import interpreter as ti
@@ -37,11 +37,11 @@ def _extern(self, library, path, symbol: str, arguments, kind, pure):
 
 
 class _Result:
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    def __init__(self, *values: Any) -> None:
+        self.values = values
 
     def get_result(self, place: int) -> Any:
-        return self.value
+        return self.values[place]
 
 
 _ASSEMBLY = {
@@ -55,9 +55,12 @@ _WIDENED = "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }"  # two elements
 
 def _inline_asm(self, text: str, constraints, values, kinds, pure, pack):
     if not values:  # an instruction without a result
-        if text.startswith("barrier.cluster"):
-            BARRIER[0]()
         return _Result(ti.TensorHandle(np.zeros(1, np.int32), tl.int32))
+    if "st.shared::cluster" in text:
+        *mine, ranks = (v.data for v in values)
+        found = EXCHANGE[0](tuple(x.flat[0] for x in mine))
+        every = [np.array([found[n][i] for n in ranks.flat]) for i in range(len(mine))]
+        return _Result(*(ti.TensorHandle(x.astype(np.float32), tl.float32) for x in every))
     (x,) = values
     if text == _WIDENED:
         bits = (x.data.astype(np.uint32) << np.uint32(16)).view(np.int32)

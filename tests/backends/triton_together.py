@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,8 @@ from triton.runtime import interpreter as ti
 
 MOST_TURNS = 200_000  # of all programs of a launch
 
-BARRIER: list[Callable[[], None]] = []  # what waits for a cluster, while programs run together
+# What gives a program's values to its cluster and returns all programs', while they run together.
+EXCHANGE: list[Callable[[tuple[float, ...]], list[tuple[float, ...]]]] = []
 
 
 class _Turns:
@@ -64,15 +64,19 @@ def launch_together(function: Any, programs: int, tensors: Sequence[Any], cluste
         turns.wait(program)
         return value
 
-    arrived: Counter[int] = Counter()  # at barriers, by program
+    given: dict[int, list[tuple[float, ...]]] = {n: [] for n in range(programs)}
 
-    def wait_for_cluster() -> None:
+    def exchange(values: tuple[float, ...]) -> list[tuple[float, ...]]:
         program = ti.interpreter_builder.grid_idx[0]
         first = program // cluster * cluster
-        arrived[program] += 1
-        while min(arrived[n] for n in range(first, first + cluster)) < arrived[program]:
+        own = given[program]
+        own.append(values)
+        count = len(own)
+        all_of_them = [given[n] for n in range(first, first + cluster)]
+        while min(map(len, all_of_them)) < count:
             turns.give(again=True)
             turns.wait(program)
+        return [one[count - 1] for one in all_of_them]
 
     def run(program: int) -> None:
         try:
@@ -87,7 +91,7 @@ def launch_together(function: Any, programs: int, tensors: Sequence[Any], cluste
     scope = ti._patch_lang(body)
     builder: Any = ti.InterpreterBuilder
     builder.create_atomic_rmw = atomic_and_turn
-    BARRIER.append(wait_for_cluster)
+    EXCHANGE.append(exchange)
     try:
         values = [ti._implicit_cvt(t) for t in tensors]
         ti.interpreter_builder.set_grid_dim(programs, 1, 1)
@@ -97,7 +101,7 @@ def launch_together(function: Any, programs: int, tensors: Sequence[Any], cluste
         for t in threads:
             t.join()
     finally:
-        BARRIER.clear()
+        EXCHANGE.clear()
         builder.create_atomic_rmw = atomic
         scope.restore()
     if turns.errors:

@@ -179,11 +179,58 @@ def wait_for_launch_before():  # until it has ended and all that it wrote can be
 
 
 @triton.jit
-def wait_for_cluster():  # for all of its programs; what they stored before can be read behind it
+def cluster_arrive():  # with cluster_wait: all programs of the cluster have started
     tl.inline_asm_elementwise(
-        "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
-        " mov.u32 $0, 0;",
+        "barrier.cluster.arrive.relaxed.aligned; mov.u32 $0, 0;",
         "=r", [], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def cluster_wait():
+    tl.inline_asm_elementwise(
+        "barrier.cluster.wait.acquire.aligned; mov.u32 $0, 0;",
+        "=r", [], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def of_cluster(x, ranks):  # x of each program of the cluster, through their shared memory
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 slots, other, rank;
+        .shared .align 4 .b8 exchanged[64];
+        mov.u32 slots, exchanged;
+        mov.u32 rank, %cluster_ctarank;
+        mapa.shared::cluster.u32 other, slots, $2;
+        mad.lo.u32 other, rank, 4, other;
+        st.shared::cluster.f32 [other], $1;
+        barrier.cluster.arrive.release.aligned;
+        barrier.cluster.wait.acquire.aligned;
+        mad.lo.u32 slots, $2, 4, slots;
+        ld.shared.f32 $0, [slots];
+        }""",
+        "=f,f,r", [x, ranks], dtype=tl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def both_of_cluster(x, y, ranks):  # the same for two values
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 slots, other, rank;
+        .shared .align 8 .b8 exchanged[128];
+        mov.u32 slots, exchanged;
+        mov.u32 rank, %cluster_ctarank;
+        mapa.shared::cluster.u32 other, slots, $4;
+        mad.lo.u32 other, rank, 8, other;
+        st.shared::cluster.v2.f32 [other], {$2, $3};
+        barrier.cluster.arrive.release.aligned;
+        barrier.cluster.wait.acquire.aligned;
+        mad.lo.u32 slots, $4, 8, slots;
+        ld.shared.v2.f32 {$0, $1}, [slots];
+        }""",
+        "=f,=f,f,f,r", [x, y, ranks], dtype=(tl.float32, tl.float32), is_pure=False, pack=1,
     )  # fmt: skip
 
 

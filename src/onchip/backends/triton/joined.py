@@ -14,7 +14,7 @@ from dataclasses import replace
 from math import prod
 
 from onchip.backends.triton.phase_tiles import cutting
-from onchip.backends.triton.phases import MOST_SHARING, sharing
+from onchip.backends.triton.phases import MOST_SHARING, exchangeable
 from onchip.backends.triton.source import Options, Variant
 from onchip.fusion.chunks import kept_in_order, unravelled, walk_of
 from onchip.fusion.inline import inline, substitute_simplified
@@ -30,13 +30,10 @@ Strides = tuple[int, ...]
 
 # Elements of a chunk, and the warps of its program: 64 elements a thread, or 32. What counts is how
 # many elements all programs of a multiprocessor hold: 64 a thread take fewer registers each.
-SHAPES = ((16384, 8), (8192, 4), (8192, 8), (16384, 16), (4096, 4))
+SHAPES = ((16384, 8), (8192, 8), (8192, 4), (16384, 16), (4096, 4))
 
 
-# Clusters (CUDA C++ Programming Guide, "Thread Block Clusters"): since which capability, and their
-# programs; 8 on any GPU, 16 where a kernel allows it.
-CLUSTERS_SINCE = 90
-MOST_IN_CLUSTER = 16
+CLUSTERS_SINCE = 90  # capability
 
 
 def joined_variants(
@@ -45,17 +42,14 @@ def joined_variants(
     """Variants with one chunk of a row a program; none where rows don't divide into chunks, or a
     result is something else than a function of rows. row: elements of the longest row that a
     program holds."""
-    clusters: list[Variant] = []
-    counted: list[Variant] = []
+    out: list[Variant] = []
     for size, warps in SHAPES:
         nest = _joined(staged, strides, gpu, row, size)
-        if nest is None:
-            continue
-        options = replace(base, warps=warps, fold_block=row, joined=True, packed=True)
-        counted.append(Variant(nest, options))
-        if gpu.capability >= CLUSTERS_SINCE and sharing(nest)[1] <= MOST_IN_CLUSTER:
-            clusters.append(Variant(nest, replace(options, cluster=True)))
-    return clusters + counted
+        if nest is not None:
+            cluster = gpu.capability >= CLUSTERS_SINCE and exchangeable(nest)
+            options = replace(base, warps=warps, fold_block=row, packed=True)
+            out.append(Variant(nest, replace(options, joined=True, cluster=cluster)))
+    return out
 
 
 def _joined(

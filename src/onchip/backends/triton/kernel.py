@@ -63,7 +63,7 @@ def emit_kernel(
     inputs that may be laid out anew (see TritonSource.laid_out)."""
     stages = [st for phase in nest.phases for st in phase.stages]
     produced = tuple(st.tensor for st in stages if st.placement == "global")
-    handed = handed_on(nest)
+    handed = () if options.cluster else handed_on(nest)
     made = {st.tensor for st in stages}
     read = dict.fromkeys(
         ld.src for st in stages for ld in loads(st.staged.body) if ld.src not in made
@@ -182,6 +182,9 @@ def _bind_tiles(w: Writer, nest: Nest, last_first: bool = False) -> int:
     width = min(w.options.lanes, max(power_of_two(total), least))
     groups = ceil(total / width)
     wide = ".to(tl.int64)" if w.integer == "tl.int64" else ""
+    if w.options.cluster:
+        w.line("cluster_arrive()")
+        w.entering = True
     if w.options.waits:
         w.line("wait_for_launch_before()")
         w.leaving.append("start_next_launch()")
@@ -292,7 +295,7 @@ def _emit_stage(w: Writer, k: Kept, columns: set) -> None:
     for a, span in zip(st.staged.loops, st.spans, strict=True):
         _bind_loop(w, a, span, 2 if range_of(span) in columns else 0)
     value = stored(w, k.body, st.tensor.dtype)
-    if st.placement != "scratch":
+    if st.placement == "global" or (st.placement == "shared" and not w.options.cluster):
         _store(w, k, value)
     w.scopes.pop()
     w.kept[st.tensor] = (value, st.staged.store)

@@ -20,17 +20,21 @@ from math import prod
 
 from onchip.backends.triton.placement import Kept
 from onchip.backends.triton.source import Workspace
-from onchip.backends.triton.writer import Writer
+from onchip.backends.triton.writer import Tile, Writer
 from onchip.fusion.layout import contiguous
 from onchip.fusion.nest import Nest
 from onchip.fusion.staging import Staged
-from onchip.ir.expr import Axis, Tensor, loads
+from onchip.ir.dtype import DType
+from onchip.ir.expr import Axis, Tensor, axis, loads
 from onchip.ir.index import stride_along
 
 Strides = tuple[int, ...]
 
 # Programs that may share a row.
 MOST_SHARING = 32
+# Programs of a cluster (CUDA C++ Programming Guide, "Thread Block Clusters"): 8 on any GPU, 16
+# where a kernel allows it.
+MOST_IN_CLUSTER = 16
 # Counters lie in different sectors of the cache, so that rows don't wait for each other's atomics.
 COUNTER_BYTES = 32
 
@@ -63,13 +67,43 @@ def counters(nest: Nest) -> list[Workspace]:
 def emit_barrier(w: Writer, counter: str, nest: Nest, done: list[Kept]) -> None:
     """Wait for the programs of the row; what they handed on is read from memory from here on."""
     if w.options.cluster:
-        w.line("wait_for_cluster()")
-    else:
-        _wait_by_counter(w, counter, nest)
+        _exchange(w, nest, done)
+        return
+    _wait_by_counter(w, counter, nest)
     for k in done:
         if k.stage.placement == "shared":
             del w.kept[k.stage.tensor]
             w.uncached.add(k.stage.tensor)
+
+
+def _exchange(w: Writer, nest: Nest, done: list[Kept]) -> None:
+    """What each program of the cluster hands on becomes a block over all of them."""
+    _, programs = sharing(nest)
+    given = [k.stage for k in done if k.stage.placement == "shared"]
+    if w.entering:  # nobody's shared memory may be written before it has started
+        w.entering = False
+        w.line("cluster_wait()")
+    texts = [w.kept[st.tensor][0].text for st in given]
+    names = [w.fresh("all") for _ in given]
+    ranks = w.define("ranks", f"tl.arange(0, {programs})").text
+    function = {1: "of_cluster", 2: "both_of_cluster"}[len(given)]
+    w.line(f"{', '.join(names)} = {function}({', '.join([*texts, ranks])})")
+    for st, name in zip(given, names, strict=True):
+        chunks = axis(programs, "rank")
+        w.widths[chunks] = programs
+        w.kept[st.tensor] = Tile(name, (chunks,)), (chunks, *st.staged.store[1:])
+
+
+def exchangeable(nest: Nest) -> bool:
+    """Whether the programs of a row can hand on what they do within a cluster: one or two values of
+    float32 a phase, of a power of two programs."""
+    _, programs = sharing(nest)
+    handed = [[st.tensor for st in p.stages if st.placement == "shared"] for p in nest.before]
+    return (
+        programs <= MOST_IN_CLUSTER
+        and programs & (programs - 1) == 0
+        and all(1 <= len(h) <= 2 and all(t.dtype is DType.F32 for t in h) for h in handed)
+    )
 
 
 def _wait_by_counter(w: Writer, counter: str, nest: Nest) -> None:

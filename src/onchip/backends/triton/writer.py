@@ -71,6 +71,7 @@ class Writer:
         self.numbers: set[Axis] = set()
         self.integer = "tl.int32"
         self.leaving: list[str] = []  # what a program does last
+        self.entering = False  # programs of a cluster have not yet waited for each other's start
         self.backwards = False  # programs take their tiles from the last to the first
         self.packed: dict[str, str] = {}  # blocks of half types as stored, and how they are widened
         self.free: frozenset[Tensor] = frozenset()
