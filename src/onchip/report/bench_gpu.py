@@ -71,11 +71,7 @@ class DeviceBench:
         if "onchip" in untimed:
             raise OnchipError(f"the program can't be timed: {untimed['onchip']}")
         notes = [*program.notes, *(f"{k}: {why}" for k, why in untimed.items())]
-        figures = self._figures(case, times, graph, verified)
-        target = figures["target_us"]
-        if case.short and target is not None and times["onchip"] > target:
-            notes.append(f"short of its target: {case.short}")
-        return figures | {
+        return self._figures(case, times, graph, verified) | {
             "launches": program.launches,
             "peers": {k: times.get(k) for k in forms if k != "onchip"},
             "notes": "; ".join(notes),

@@ -124,6 +124,7 @@ _GPU = (
     _on_gpu(_STEM),
     _on_gpu(_STEM, FP32),
     _on_gpu("pipeline:linear-gelu-residual:1024x8192", FP32, target_us=1550.0),
+    _on_gpu("pipeline:upsample:16x256x32x32:channels-last"),
     _on_gpu("torchvision:resnet50", batch=32, channels_last=True),
     _on_gpu("torchvision:resnet18", batch=32, channels_last=True),
     _on_gpu("minilm"),

@@ -11,6 +11,7 @@ from typing import Any
 
 from onchip.errors import OnchipError
 from onchip.report import schema
+from onchip.report.bench_suites import SUITES
 from onchip.report.text import UNKNOWN, count, quantity, time
 
 HEAD = """# Benchmarks
@@ -57,8 +58,19 @@ def _suite(result: Mapping[str, Any]) -> str:
         "",
         *_summary(rows),
         *(f"- {r['name']}: {r['notes']}" for r in rows if r["notes"]),
+        *_reasons(result),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _reasons(result: Mapping[str, Any]) -> list[str]:
+    """Why rows miss their targets, as the suite's cases say."""
+    known = {(c.name, str(c.dtype).removeprefix("torch.")): c.short
+             for c in SUITES.get(result["suite"], ())}  # fmt: skip
+    aimed = [r for r in result["rows"] if r["target_us"] is not None]
+    missed = [r for r in aimed if r["onchip_us"] is None or r["onchip_us"] > r["target_us"]]
+    found = [(r["name"], known.get((r["name"], r["dtype"]), "")) for r in missed]
+    return [f"- {name}: short of its target: {text}" for name, text in found if text]
 
 
 def _line(cells: Sequence[str]) -> str:
