@@ -12,7 +12,7 @@ from onchip.capture import capture
 from onchip.fusion.machine import GPUS
 from onchip.models import resolve
 from onchip.planning.generators import triton
-from onchip.report import bench_gpu, schema
+from onchip.report import bench_gpu, benchmarks, schema
 from onchip.report import bench_replay as replay
 from onchip.report.bench_suites import SUITES, Case
 
@@ -120,6 +120,19 @@ def test_a_case_that_fails_is_a_row(on_cpu):
     assert "no model 'nothing'" in bad["notes"]
     assert good["target_us"] == 3.0
     assert good["share"] is None
+
+
+def test_a_row_that_misses_its_target_has_the_suites_reason():
+    case = next(c for c in SUITES["memory"] if c.short)
+    row = dict(
+        name=case.name, dtype="bfloat16", onchip_us=2.0, peers={}, launches=1, error=0.1,
+        eager_error=0.1, floor_us=1.0, bytes=1, share=None, target_us=1.5, notes="",
+    )  # fmt: skip
+    result = dict(suite="memory", device="a GPU", date="today", versions={}, rows=[row])
+    reason = f"{case.name}: short of its target: {case.short}"
+    assert reason in benchmarks._suite(result)
+    row["target_us"] = 2.5
+    assert reason not in benchmarks._suite(result)
 
 
 def test_cases_of_a_suite_are_on_one_device():
