@@ -65,8 +65,8 @@ SHARE = 0.9  # of the copy ceiling, for what is bound by memory
 # Nsight Compute 2025.3, H200, torch 2.11, Triton 3.6.
 _RESIDENT = (
     "limited by how many elements a multiprocessor holds: they are in registers (80 a thread, of "
-    "which 32 are data), so 49,152 of the 131,072 elements that all its registers could hold are on "
-    "their way, and what a program does between its load and its stores (folds, two exponentials "
+    "which 32 are data), so 49,152 of the 131,072 elements that all its registers could hold are "
+    "on their way, and what a program does between its load and its stores (folds, two exponentials "
     "an element, the exchange with its cluster) takes some 8 µs; DRAM bytes at the least possible. "
     "Rows that wait in shared memory (TMA) would be twice as many: CUDA C++, not Triton"
 )
