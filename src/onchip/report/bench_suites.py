@@ -66,9 +66,10 @@ SHARE = 0.9  # of the copy ceiling, for what is bound by memory
 _RESIDENT = (
     "limited by how many elements a multiprocessor holds: they are in registers (80 a thread, of "
     "which 32 are data), so 49,152 of the 131,072 elements that all its registers could hold are "
-    "on their way, and what a program does between its load and its stores (folds, two exponentials "
-    "an element, the exchange with its cluster) takes some 8 µs; DRAM bytes at the least possible. "
-    "Rows that wait in shared memory (TMA) would be twice as many: CUDA C++, not Triton"
+    "on their way, and what a program does between its load and its stores (folds, two "
+    "exponentials an element, the exchange with its cluster) takes some 8 µs; DRAM bytes at the "
+    "least possible. Rows that wait in shared memory (TMA) would be twice as many: CUDA C++, not "
+    "Triton"
 )
 _GROUP_NORM = _RESIDENT.replace("two exponentials", "sigmoids") + (
     ". Measured: DRAM 59 % of its peak, issued in 45 % of the cycles, special-function unit 42 % "
