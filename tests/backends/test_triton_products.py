@@ -172,7 +172,17 @@ def attention(q: int, k: int, d: int, dtype: DType = DType.F32) -> Program:
 
 
 CHAIN = ("relu", "bn", "max2")
+
+
+def padded_product() -> Program:
+    """A sum over products and the zeros behind them, whose end is not the sum's own."""
+    a, b = value((20, 1, 40)), value((1, 30, 40), seed=1)
+    wide = op("constant_pad_nd", op("mul.Tensor", a, b), [0, 3], 0.0)
+    return result([op("sum.dim_IntList", wide, [-1])], [])
+
+
 PROGRAMS: dict[str, Callable[[], Program]] = {
+    "sum of a padded product": padded_product,
     "conv, relu, bn, pool": lambda: conv((1, 64, 6, 7), 40, order=CHAIN),
     "conv, relu, bn, pool, NCHW": lambda: conv((1, 70, 6, 7), 33, order=CHAIN, last=False),
     "conv, relu, bn, pool, bfloat16":

@@ -174,6 +174,20 @@ def test_held_results_are_never_overwritten(prepared):
     same(view, value)
 
 
+@pytest.mark.parametrize("one", [0, 1])
+def test_one_of_two_results_of_one_memory_keeps_it(prepared, one):
+    x, y = torch.randn(2, 4, 3)
+    entry = prepared(model(), (x, y))
+    kept, wanted = [], []
+    for k in range(4):  # the second and later ones run on graphs of their own memory
+        x.fill_(k)
+        kept.append(call(entry, x, y)[one])
+        wanted.append(sums(entry.captured.module, x, y)[one].clone())
+        gc.collect()
+    for got, want in zip(kept, wanted, strict=True):
+        same(got, want)
+
+
 def test_dropped_results_are_used_again(prepared):
     x, y = torch.randn(2, 4, 3)
     entry = prepared(model(), (x, y))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from onchip.ir.dtype import DType
 from onchip.ir.expr import Axis, Call, Const, Expr, Load, Reduce, mentioned, reduces, walk, where
+from onchip.ir.index import bounds
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -43,6 +44,8 @@ def as_contraction(r: Reduce, axes: tuple[Axis, ...], ended: bool = False) -> Co
     if r.monoid != "sum" or r.dtype not in (DType.F32, DType.F64):
         return None
     body, ends = ended_body(r) if ended else (r.body, {})
+    if len(ends) == len(r.axes) or not all(_inside(end, a) for a, end in ends.items()):
+        body, ends = r.body, {}  # a sum over a padded product
     match body:
         case Call(fn="mul", args=(a, b)):
             pass
@@ -66,6 +69,11 @@ def as_contraction(r: Reduce, axes: tuple[Axis, ...], ended: bool = False) -> Co
     n = tuple(x for x in axes if x in right and x not in alike)
     both = tuple(x for x in axes if x in alike)
     return Contraction(r, a, b, m, n, both, r.axes, ends)
+
+
+def _inside(end: Expr, a: Axis) -> bool:
+    low, high = bounds(end)
+    return low >= 0 and high <= a.extent
 
 
 def until(body: Expr, ends: Mapping[Axis, Expr]) -> Expr:

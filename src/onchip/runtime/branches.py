@@ -59,8 +59,8 @@ class Branches:
         return all(done >> j & 1 for j in a.steps if self.streams[j] is not None)
 
 
-def branches_of(plan: Plan, most: int = STREAMS) -> Branches:
-    return assign(dependencies(plan), most)
+def branches_of(plan: Plan) -> Branches:
+    return assign(dependencies(plan))
 
 
 def assign(needs: Needs, most: int = STREAMS) -> Branches:

@@ -118,7 +118,6 @@ class Graphs:
             self.lanes.clear()
             return
         rest = "" if self.copying else ", for inputs at addresses seen before"
-        early = early if self.executable.early else ""
         text = f"one CUDA graph{early}{branches}{rest}: {figures}"
         cover = replace(cover, text=text, branches=self.executable.streams)
         self.coverage = replace(cover, graphed=True)
@@ -135,9 +134,11 @@ class Graphs:
         form = replace(self.executable, early=True)
         lane, mine, found = self._tried(form, lane, mine, own, now)
         if isinstance(found, Blocker):
-            return lane, mine, ""
+            return lane, mine, f" (no early starts: {found.operator}: {found.reason})"
         row_us, early_us = found
         self.coverage = replace(self.coverage, row_us=row_us, early_us=early_us)
+        if self.executable is not form:
+            return lane, mine, ""
         return lane, mine, f", kernels start early ({early_us:,.0f} µs against {row_us:,.0f} µs)"
 
     def _branch(
@@ -169,11 +170,11 @@ class Graphs:
         try:
             other = self._new_lane()
             other.own = new = self._record(other, own, now, own)
+            us = _medians((mine.graph.replay, new.graph.replay), self.device, IN_A_ROW)
         except (_CannotRecord, RuntimeError) as failure:  # or no memory for a second arena
             found = self._culprit(failure.__cause__ or failure)
             self.executable = kept
             return lane, mine, found
-        us = _medians((mine.graph.replay, new.graph.replay), self.device, IN_A_ROW)
         if us[1] > us[0] * (1 - LEAST_GAIN):
             self.executable = kept
             return lane, mine, (us[0], us[1])
@@ -299,6 +300,7 @@ class Graphs:
             t if kind == "computed" else None for t, kind in zip(r.result, kinds, strict=True)
         ]
         pointers = tuple(x.data_ptr() for x in inputs)
+        r.result.clear()  # views of results are made anew by each call: they hold nothing
         # what aliases an input is not held: the caller's memory is the caller's
         return Instance(r.graph, now, pointers, own, computed)
 

@@ -1,7 +1,9 @@
 """The functions of a kernel of several phases: one for each phase, launched one after the other;
 or one for all of them, where the programs that share a row wait for each other.
 
-A barrier of a row is a counter in memory. Every program of the row stores what it hands on, adds
+Programs that are a cluster run at the same time: their barrier is the hardware's, and they hand on
+what they do through each other's shared memory. Elsewhere partial results go through memory, and
+a barrier of a row is a counter in memory. Every program of the row stores what it hands on, adds
 one, and waits until all have. Leaving, it adds one more, and the last to leave puts zero back, so
 that the next launch starts as this one did.
 

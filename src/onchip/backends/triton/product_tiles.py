@@ -93,8 +93,8 @@ class Choice:
     split: int = 1
 
     def shared_bytes(self, s: Shape) -> int:
-        """Of the operands in flight."""
-        flight = min(self.stages, ceil(s.depth / self.depth))
+        """Of the operands in flight: Triton allocates all stages, however few steps there are."""
+        flight = self.stages if s.depth > self.depth else 1
         return flight * (self.rows + self.columns) * self.depth * s.size * s.branches
 
     def registers(self, s: Shape) -> int:

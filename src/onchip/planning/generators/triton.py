@@ -43,7 +43,7 @@ DEPENDENT_SINCE = 90
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DeviceKernel:
-    """A kernel on a GPU; see plan.DeviceCode. Its launches go to PyTorch's current stream."""
+    """A kernel on a GPU; see plan.DeviceCode. `run` enqueues it on PyTorch's current stream."""
 
     built: Built
     device: int
