@@ -140,12 +140,13 @@ def moving(w: Writer, offset: Expr) -> tuple[Tile, Tile]:
 
 def inside(w: Writer, e: Load) -> list[Tile]:
     """Whether the indices of a load are in its tensor: those that are padded, or data, or counted
-    from the start of a strip that may end outside."""
+    from the start of a strip that may end outside, or leave it where the value is not used."""
     out = []
     first = w.pieces.first if w.pieces else None
     for i, n in zip(e.index, e.src.shape, strict=True):
         counts = counted(w, i)
-        if counts and e.pad is None and first not in mentioned(i):
+        low, high = bounds(i)
+        if counts and e.pad is None and first not in mentioned(i) and 0 <= low and high < n:
             continue
         lo, hi = bounds(i, w.env)
         tests = [">= 0"] * (lo < 0) + [f"< {n}"] * (hi >= n)
