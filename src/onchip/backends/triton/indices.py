@@ -146,7 +146,7 @@ def inside(w: Writer, e: Load) -> list[Tile]:
     for i, n in zip(e.index, e.src.shape, strict=True):
         counts = counted(w, i)
         low, high = bounds(i)
-        if counts and e.pad is None and first not in mentioned(i) and 0 <= low and high < n:
+        if counts and e.pad is None and first not in mentioned(i) and low >= 0 and high < n:
             continue
         lo, hi = bounds(i, w.env)
         tests = [">= 0"] * (lo < 0) + [f"< {n}"] * (hi >= n)
