@@ -26,6 +26,7 @@ from onchip.ir.expr import Tensor
 from onchip.models import resolve
 from onchip.planning.candidates import Candidate, Context
 from onchip.planning.generators.triton import TritonGenerator
+from onchip.planning.values import torch_dtype
 from onchip.report import bench_replay as replay
 from onchip.report.bench_suites import Case
 from onchip.runtime.verify import relative_error
@@ -134,7 +135,7 @@ class Guarded:
 
 def guarded(t: Tensor, strides: tuple[int, ...], device: str) -> Guarded:
     """Poisoned memory for a tensor of the graph."""
-    dtype = getattr(torch, t.dtype.label)
+    dtype = torch_dtype(t)
     nbytes = extent(t.shape, strides) * dtype.itemsize
     raw = torch.full((2 * GUARD + nbytes,), POISON, dtype=torch.uint8, device=device)
     whole = raw[GUARD : GUARD + nbytes].view(dtype)

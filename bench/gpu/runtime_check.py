@@ -383,27 +383,36 @@ def threads(settings: Settings) -> str:
     model = ConvNet().eval().to(DEVICE)
     x = torch.randn(4, 3, 32, 32, device=DEVICE)
     program = compiled(model, (x,), settings)
-    failed: list[str] = []
 
     def work(n: int) -> None:
+        # drawn on the CPU: PyTorch's generator of the GPU raises an error in a thread that draws
+        # while another one records a graph
+        draw = torch.Generator().manual_seed(n)
+        for _ in range(20):
+            mine = torch.randn(4, 3, 32, 32, generator=draw).to(DEVICE)
+            same(program(mine), model(mine))
+
+    on_threads(work)
+    return about(program)
+
+
+def on_threads(work: Callable[[int], None], count: int = 3) -> None:
+    """Runs `work(n)` on so many threads at a time, each on a stream of its own."""
+    failed: list[str] = []
+
+    def run(n: int) -> None:
         try:
             with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
-                # drawn on the CPU: PyTorch's generator of the GPU raises an error in a thread that
-                # draws while another one records a graph
-                draw = torch.Generator().manual_seed(n)
-                for _ in range(20):
-                    mine = torch.randn(4, 3, 32, 32, generator=draw).to(DEVICE)
-                    same(program(mine), model(mine))
+                work(n)
         except Exception:
             failed.append(traceback.format_exc(limit=3))
 
-    started = [threading.Thread(target=work, args=(n,)) for n in range(3)]
+    started = [threading.Thread(target=run, args=(n,)) for n in range(count)]
     for t in started:
         t.start()
     for t in started:
         t.join()
     assert not failed, failed[0]
-    return about(program)
 
 
 def callers_own_graph(settings: Settings) -> str:
@@ -465,27 +474,17 @@ def branches_on_threads(settings: Settings) -> str:
     model = Inception().eval().to(DEVICE)
     inputs = [torch.randn(1, 32, n, n, device=DEVICE) for n in (28, 28, 24)]
     wanted = [model(x) for x in inputs]
-    failed: list[str] = []
     with forced():
         program = compiled(model, (inputs[0],), settings)
         near(program(inputs[2]), wanted[2])
         at_once(program, settings)
 
         def work(n: int) -> None:
-            try:
-                with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
-                    for _ in range(60):
-                        near(program(inputs[n]), wanted[n])
-            except Exception:
-                failed.append(traceback.format_exc(limit=3))
+            for _ in range(60):
+                near(program(inputs[n]), wanted[n])
 
         wait()
-        started = [threading.Thread(target=work, args=(n,)) for n in range(3)]
-        for t in started:
-            t.start()
-        for t in started:
-            t.join()
-    assert not failed, failed[0]
+        on_threads(work)
     return about(program)
 
 

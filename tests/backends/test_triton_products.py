@@ -15,20 +15,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.backends.triton_jobs import Job, bare, interpret
+from tests.backends.triton_jobs import Job, interpret, job_of, staged_of
 from tests.fusion.harness import VALUES, Program, close, op, program, stored, value
 from tests.fusion.test_convolution import POOLS, batch_norm
 
-from onchip.backends.cpp.run import region_for
 from onchip.backends.interpreter import evaluate
 from onchip.backends.triton.kernel import emit_kernel
 from onchip.backends.triton.resources import tool
 from onchip.backends.triton.source import Options, TritonSource, Variant
 from onchip.backends.triton.tiles import variants
-from onchip.fusion.layout import channels_last, contiguous
+from onchip.fusion.layout import channels_last
 from onchip.fusion.machine import GPUS
 from onchip.fusion.refusal import Refusal
-from onchip.fusion.staging import stage
 from onchip.ir.dtype import DType
 from onchip.ir.expr import Tensor
 from onchip.ir.graph import defined_by, reads
@@ -301,32 +299,18 @@ class Case:
     strides: dict
 
     def job(self, name: str) -> Job:
-        p, laid = self.program, self.strides | self.source.laid_out
-        given = [(_tensor(p.values[t], t.dtype), laid[t]) for t in self.source.inputs]
-        made = [(getattr(torch, t.dtype.label), t.shape, laid[t]) for t in self.source.outputs]
-        wanted = tuple(self.source.outputs.index(t) for t in p.outputs)
-        return Job(name, bare(self.source), tuple(given), tuple(made), wanted)
-
-
-def _tensor(x: np.ndarray, dtype: DType) -> torch.Tensor:
-    return torch.from_numpy(np.asarray(x)).to(getattr(torch, dtype.label))
+        return job_of(name, self.program, self.strides, self.source)
 
 
 def ways(p: Program, gpu: str = "h200", base: Options = Options()) -> list[Variant] | Refusal:
-    staged = stage(region_for(p.outputs, list(p.values)))
-    assert not isinstance(staged, Refusal), staged
-    return variants(staged, _strides(p), GPUS[gpu], base)
-
-
-def _strides(p: Program) -> dict:
-    region = region_for(p.outputs, list(p.values))
-    return {t: contiguous(t.shape) for t in (*region.inputs, *region.tensors)} | p.strides
+    return variants(*staged_of(p), GPUS[gpu], base)
 
 
 def written(p: Program, v: Variant) -> Case:
-    source = emit_kernel(v.nest, _strides(p), v.options, constants=p.constants)
+    _, strides = staged_of(p)
+    source = emit_kernel(v.nest, strides, v.options, constants=p.constants)
     assert isinstance(source, TritonSource), f"{v.label} is refused: {source}"
-    return Case(p, v, source, _strides(p))
+    return Case(p, v, source, strides)
 
 
 def case_of(name: str) -> Case:

@@ -15,19 +15,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.backends.triton_jobs import Job, bare, interpret
+from tests.backends.triton_jobs import Job, interpret, job_of, staged_of
 from tests.fusion.harness import Program, close, op, program, value
 
-from onchip.backends.cpp.run import region_for
 from onchip.backends.triton.build import Built, build_all
 from onchip.backends.triton.kernel import emit_kernel
 from onchip.backends.triton.phases import MOST_IN_CLUSTER, MOST_SHARING
 from onchip.backends.triton.source import TritonSource, Variant
 from onchip.backends.triton.tiles import variants
-from onchip.fusion.layout import contiguous
 from onchip.fusion.machine import GPUS
 from onchip.fusion.refusal import Refusal
-from onchip.fusion.staging import Staged, stage
 from onchip.ir.dtype import DType
 from onchip.ir.expr import Tensor
 from onchip.ops.registry import OPERATORS
@@ -163,14 +160,6 @@ class Case:
     ways: list[tuple[Variant, TritonSource]]
 
 
-def staged_of(p: Program) -> tuple[tuple[Staged, ...], dict[Tensor, Shape]]:
-    region = region_for(p.outputs, list(p.values))
-    staged = stage(region)
-    assert not isinstance(staged, Refusal)
-    strides = {t: contiguous(t.shape) for t in (*region.inputs, *region.tensors)}
-    return staged, strides | p.strides
-
-
 def case(p: Program, interpreted: bool = True) -> Case:
     staged, strides = staged_of(p)
     found = variants(staged, strides, H200)
@@ -186,13 +175,7 @@ def case(p: Program, interpreted: bool = True) -> Case:
 
 
 def job(name: str, c: Case, source: TritonSource) -> Job:
-    inputs = []
-    for t in source.inputs:
-        x = torch.from_numpy(np.array(c.program.values[t]))
-        inputs.append((x.to(getattr(torch, t.dtype.label)), c.strides[t]))
-    outputs = [(getattr(torch, t.dtype.label), t.shape, c.strides[t]) for t in source.outputs]
-    wanted = tuple(source.outputs.index(t) for t in c.program.outputs)
-    return Job(name, bare(source), tuple(inputs), tuple(outputs), wanted)
+    return job_of(name, c.program, c.strides, source)
 
 
 CASES: dict[str, Case] = {}

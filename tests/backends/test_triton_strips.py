@@ -8,23 +8,18 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
 import pytest
-import torch
-from tests.backends.triton_jobs import Job, bare, interpret
+from tests.backends.triton_jobs import Job, interpret, job_of, staged_of
 from tests.fusion.harness import Program, close, op, program, value
 
-from onchip.backends.cpp.run import region_for
 from onchip.backends.triton.build import Built, build_all
 from onchip.backends.triton.kernel import emit_kernel
 from onchip.backends.triton.source import TritonSource, Variant
 from onchip.backends.triton.tiles import variants
 from onchip.backends.triton.writer import power_of_two
-from onchip.fusion.layout import contiguous
 from onchip.fusion.machine import GPUS
 from onchip.fusion.nest import build_nest
 from onchip.fusion.refusal import Refusal
-from onchip.fusion.staging import stage
 from onchip.ir.dtype import DType
 from onchip.ir.expr import Tensor
 from onchip.ops.registry import OPERATORS
@@ -111,10 +106,7 @@ class Case:
 
 
 def proposed(p: Program) -> tuple[list[Variant], dict[Tensor, Shape]]:
-    region = region_for(p.outputs, list(p.values))
-    staged = stage(region)
-    assert not isinstance(staged, Refusal)
-    strides = {t: contiguous(t.shape) for t in (*region.inputs, *region.tensors)} | p.strides
+    staged, strides = staged_of(p)
     found = variants(staged, strides, H200)
     assert not isinstance(found, Refusal), f"refused: {found}"
     return [v for v in found if v.options.strip is not None], strides
@@ -147,14 +139,7 @@ def case(p: Program, proposals: int = 0, interpreted: bool = True) -> Case:
 
 
 def job(name: str, c: Case, source: TritonSource) -> Job:
-    inputs = []
-    strides = c.strides | source.laid_out
-    for t in source.inputs:
-        x = torch.from_numpy(np.array(c.program.values[t]))
-        inputs.append((x.to(getattr(torch, t.dtype.label)), strides[t]))
-    outputs = [(getattr(torch, t.dtype.label), t.shape, c.strides[t]) for t in source.outputs]
-    wanted = tuple(source.outputs.index(t) for t in c.program.outputs)
-    return Job(name, bare(source), tuple(inputs), tuple(outputs), wanted)
+    return job_of(name, c.program, c.strides, source)
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
+from tests.fusion.harness import Program
 
+from onchip.backends.cpp.run import region_for
 from onchip.backends.triton import spelling
 from onchip.backends.triton.build import Built, build_all
 from onchip.backends.triton.source import TritonSource
 from onchip.errors import CompilerError
+from onchip.fusion.layout import contiguous
+from onchip.fusion.refusal import Refusal
+from onchip.fusion.staging import Staged, stage
+from onchip.ir.expr import Tensor
 from onchip.planning.generators.triton import gpu_of
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +49,28 @@ class Job:
     inputs: tuple[tuple[torch.Tensor, Strides], ...]
     outputs: tuple[tuple[torch.dtype, tuple[int, ...], Strides], ...]
     wanted: tuple[int, ...] | None = None
+
+
+def staged_of(p: Program) -> tuple[tuple[Staged, ...], dict[Tensor, Strides]]:
+    """A program's stages, and the strides of its tensors."""
+    region = region_for(p.outputs, list(p.values))
+    staged = stage(region)
+    assert not isinstance(staged, Refusal), staged
+    strides = {t: contiguous(t.shape) for t in (*region.inputs, *region.tensors)}
+    return staged, strides | p.strides
+
+
+def job_of(name: str, p: Program, strides: dict[Tensor, Strides], source: TritonSource) -> Job:
+    """A kernel of the program with the program's values."""
+
+    def kind(t: Tensor) -> torch.dtype:
+        return getattr(torch, t.dtype.label)
+
+    laid = strides | source.laid_out
+    given = [(torch.from_numpy(np.array(p.values[t])).to(kind(t)), laid[t]) for t in source.inputs]
+    made = [(kind(t), t.shape, laid[t]) for t in source.outputs]
+    wanted = tuple(source.outputs.index(t) for t in p.outputs)
+    return Job(name, bare(source), tuple(given), tuple(made), wanted)
 
 
 def bare(source: TritonSource) -> TritonSource:

@@ -132,6 +132,13 @@ def is_view(target: str) -> bool:
 
 
 @functools.cache
+def returns_list(target: str) -> bool:
+    """Whether a call gives something else than one tensor."""
+    returns = overload(target)._schema.returns
+    return len(returns) != 1 or "List" in str(returns[0].type)
+
+
+@functools.cache
 def never_copies(target: str) -> bool:
     """Whether a call launches nothing whatever its arguments are: reshape and the like copy what
     can't be viewed."""

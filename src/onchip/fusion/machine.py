@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# The capability since which there are clusters, programmatic dependent launch, and warpgroups that
+# multiply together (CUDA C++ Programming Guide).
+HOPPER = 90
+
 
 @dataclass(frozen=True, slots=True)
 class Gpu:

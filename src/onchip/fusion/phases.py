@@ -72,7 +72,8 @@ def phased(
     groups = phase_groups(staged, strides, needed)
     if not isinstance(groups, list):
         return groups
-    strides = strides | handed_on_strides(groups)
+    shared = (s.tensor for g in groups for s in g if s.shared)
+    strides = strides | {t: contiguous(t.shape) for t in shared}
     nests: list[Nest] = []
     for group in groups:
         made = _nests_of(group, strides, machine)
@@ -106,11 +107,6 @@ def phase_groups(
         text = f"{workspace // 1024} KiB of {budget // 1024}"
         return Refusal(Rule.WORKSPACE, staged[-1].tensor.name, text, {"workspace_bytes": workspace})
     return _groups(cut)
-
-
-def handed_on_strides(groups: list[tuple[Staged, ...]]) -> dict[Tensor, Strides]:
-    """Strides of what the phases hand on."""
-    return {s.tensor: contiguous(s.tensor.shape) for g in groups for s in g if s.shared}
 
 
 def _handed_on(staged: tuple[Staged, ...], tensors: set[Tensor]) -> tuple[Staged, ...]:

@@ -12,6 +12,7 @@ from onchip.ir.expr import Load, Tensor, loads
 from onchip.ir.graph import defined_by, reads
 from onchip.ir.index import bounds, is_affine, linear
 from onchip.planning.plan import Derived
+from onchip.planning.values import copied, torch_dtype
 
 
 def to_numpy(t: torch.Tensor) -> np.ndarray:
@@ -31,7 +32,7 @@ def derived_tensor(
     if t in available:
         return Derived(f"{t.name} as {strides}", (t,), lambda v: _restrided(v[0].detach(), strides))
     sources = _sources(t, available)
-    dtype = getattr(torch, t.dtype.label)
+    dtype = torch_dtype(t)
 
     def compute(values: list[torch.Tensor]) -> torch.Tensor:
         given = {s: to_numpy(v) for s, v in zip(sources, values, strict=True)}
@@ -43,9 +44,7 @@ def derived_tensor(
 
 
 def _restrided(x: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
-    if strides is None:
-        return x.contiguous()
-    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+    return x.contiguous() if strides is None else copied(x, strides)
 
 
 def _sources(t: Tensor, available: frozenset[Tensor]) -> tuple[Tensor, ...]:

@@ -48,17 +48,20 @@ def run_eagerly(
 
 
 def in_layout(x: torch.Tensor, strides: Strides | None) -> torch.Tensor:
-    if strides is None or same_strides(x, strides):
-        return x
-    out = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
-    return out.copy_(x)
+    return x if strides is None or same_strides(x, strides) else copied(x, strides)
+
+
+def torch_dtype(t: Tensor) -> torch.dtype:
+    return getattr(torch, t.dtype.label)
+
+
+def copied(t: torch.Tensor, strides: Strides) -> torch.Tensor:
+    return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
 
 
 def aligned(t: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy with the same strides where a GPU's kernels can't take its address."""
-    if not t.data_ptr() % GPU_POINTER:
-        return t
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
+    return copied(t, t.stride()) if t.data_ptr() % GPU_POINTER else t
 
 
 def same_strides(x: torch.Tensor, strides: Strides) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from onchip.capture import schema
 from onchip.capture.captured import Captured, Result
+from onchip.fusion.layout import extent
 from onchip.ir.expr import Tensor
 from onchip.planning.plan import CallStep, KernelStep, LibraryStep, Plan
 
@@ -86,8 +87,7 @@ def _reproducible(captured: Captured, r: Result) -> bool:
 
 
 def _span(r: Result) -> tuple[int, int]:
-    reach = sum((n - 1) * s for n, s in zip(r.shape, r.strides, strict=True))
-    return r.offset, r.offset + (reach + 1 if 0 not in r.shape else 0)
+    return r.offset, r.offset + extent(r.shape, r.strides)
 
 
 def _dense(r: Result) -> bool:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from onchip.fusion.layout import extent
+
 ALIGNMENT = 64
 GPU_ALIGNMENT = 512  # what PyTorch's allocator gives on a GPU
 HUGE_PAGE = 2 << 20
@@ -162,8 +164,8 @@ class OutputPool:
         device: torch.device,
     ) -> None:  # fmt: skip
         self.shape, self.strides, self.dtype, self.device = shape, strides, dtype, device
-        self.extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-        nbytes = self.extent * dtype.itemsize if 0 not in shape else 0
+        self.extent = extent(shape, strides)
+        nbytes = self.extent * dtype.itemsize
         pooled = device.type == "cpu" and nbytes >= self.WORTH
         self.use_count = use_count if pooled else None
         self.idle_count = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -23,9 +23,11 @@ from onchip.planning.plan import (
     LibraryStep,
     Plan,
 )
-from onchip.planning.values import aligned
+from onchip.planning.recording import Streams
+from onchip.planning.values import aligned, copied, torch_dtype
 from onchip.runtime.aliasing import Memory, analyse
 from onchip.runtime.arena import (
+    Arena,
     ArenaPool,
     Buffer,
     OutputPool,
@@ -34,13 +36,10 @@ from onchip.runtime.arena import (
     plan_offsets,
     together,
 )
-from onchip.runtime.tensors import copied, restride, view_of
+from onchip.runtime.tensors import restride, view_of
+from onchip.runtime.weights import Snapshot
 
 PROGRAM = "<onchip program>"  # in place of a file name, in tracebacks
-
-
-def torch_dtype(t: Tensor) -> torch.dtype:
-    return getattr(torch, t.dtype.label)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -60,12 +59,15 @@ class Executable:
     streams: int = 1
     early: bool = False
 
-    def call(self, *given: Any) -> list[torch.Tensor]:
-        """`run`, launched as it says."""
+    def call(
+        self, inputs: Sequence[torch.Tensor], now: Snapshot, arena: Arena | None, *streams: Streams
+    ) -> list[torch.Tensor]:
+        """`run` with these values of the constants, launched as it says."""
+        given = (inputs, now.tensors, now.pointers, now.derived, now.derived_pointers, arena)
         if not self.early:
-            return self.run(*given)
+            return self.run(*given, *streams)
         with early_starts():
-            return self.run(*given)
+            return self.run(*given, *streams)
 
 
 def check_status(status: int, name: str) -> None:
@@ -219,7 +221,7 @@ class Writer:
         call = f"{op}({', '.join(args)})"
         for t in node.results:
             self.names[t] = self.fresh()
-        single = len(node.outputs) == 1 and not _returns_list(node.call.target)
+        single = len(node.outputs) == 1 and not schema.returns_list(node.call.target)
         target = self.names[node.outputs[0]] if single and node.outputs[0] is not None else "r"
         self.lines.append(f"{target} = {call}  # {node.name}")
         if not single:
@@ -378,11 +380,6 @@ class Writer:
             f"{name} = view_of({base}, {self.constant(r.dtype)}, {r.shape!r}, {r.strides!r},"
             f" {r.shift})"
         )
-
-
-def _returns_list(target: str) -> bool:
-    returns = schema.overload(target)._schema.returns
-    return len(returns) != 1 or "List" in str(returns[0].type)
 
 
 def _uses(plan: Plan) -> dict[Tensor, list[int]]:

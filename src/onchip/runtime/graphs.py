@@ -279,11 +279,10 @@ class Graphs:
         self, executable: Executable, inputs: Sequence[torch.Tensor], now: Snapshot,
         arena: Arena | None,
     ) -> list[torch.Tensor]:  # fmt: skip
-        given = (inputs, now.tensors, now.pointers, now.derived, now.derived_pointers, arena)
         if executable.streams == 1:
-            return executable.call(*given)
+            return executable.call(inputs, now, arena)
         with Streams(executable.streams, self.device) as streams:
-            return executable.call(*given, streams)
+            return executable.call(inputs, now, arena, streams)
 
     def _record(
         self, lane: Lane, inputs: Sequence[torch.Tensor], now: Snapshot,

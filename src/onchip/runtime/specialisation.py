@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from onchip.analysis.record import GraphCoverage
-from onchip.backends.triton.launcher import early_starts
 from onchip.capture.captured import TENSOR, Captured
 from onchip.capture.containers import rebuild
 from onchip.capture.devices import device_of
@@ -99,27 +97,21 @@ class Specialisation:
         """Become part of a graph that the caller records: the arena is memory of that graph."""
         if not any(s is now for s in self.pinned):
             self.pinned.append(now)
-        pool = self.executable.arenas
         early = self.graphs is not None and self.graphs.executable.early
-        with early_starts() if early else contextlib.nullcontext():
-            return self._call(inputs, now, pool.new() if pool is not None else None)
+        form = replace(self.executable, early=early)
+        return form.call(inputs, now, form.arenas.new() if form.arenas is not None else None)
 
     def _launch(
         self, inputs: Sequence[torch.Tensor], now: Snapshot, stream: int
     ) -> list[torch.Tensor]:
         pool = self.executable.arenas
         if pool is None:
-            return self._call(inputs, now, None)
+            return self.executable.call(inputs, now, None)
         arena = pool.take(stream)
         try:
-            return self._call(inputs, now, arena)
+            return self.executable.call(inputs, now, arena)
         finally:
             pool.give(arena, stream)
-
-    def _call(self, inputs: Sequence[torch.Tensor], now: Snapshot, arena: Any) -> Any:
-        return self.executable.run(
-            inputs, now.tensors, now.pointers, now.derived, now.derived_pointers, arena
-        )
 
     def rebuild(self, flat: list[torch.Tensor]) -> Any:
         spec = self.captured.output_spec

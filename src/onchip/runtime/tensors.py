@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from onchip.planning.values import copied, same_strides
+
 
 def restride(t: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """The same elements with these strides (a copy, unless only axes of size 1 differ)."""
-    if all(a == b or n <= 1 for a, b, n in zip(t.stride(), strides, t.shape, strict=True)):
-        return t.as_strided(t.shape, strides)
-    out = torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device)
-    return out.copy_(t)
-
-
-def copied(t: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
+    return t.as_strided(t.shape, strides) if same_strides(t, strides) else copied(t, strides)
 
 
 def view_of(

@@ -14,6 +14,7 @@ from onchip.backends.cpp.roles import Panels
 from onchip.backends.interpreter import evaluate
 from onchip.backends.scalar_numpy import round_bfloat16
 from onchip.errors import CompilerError
+from onchip.fusion.layout import extent
 from onchip.fusion.machine import Machine
 from onchip.fusion.nest import Nest
 from onchip.fusion.phases import nests_for
@@ -167,10 +168,10 @@ def _memory(t: Tensor, strides: Strides | None) -> tuple[np.ndarray, np.ndarray]
     """Poisoned memory, with a cache line to spare at both ends, and the tensor in it."""
     strides = contiguous(t.shape) if strides is None else strides
     size = STORED[t.dtype].itemsize
-    last = sum((n - 1) * s for n, s in zip(t.shape, strides, strict=True)) if t.numel else -1
-    buffer = np.full(128 + (last + 1) * size, POISON, np.uint8)
+    nbytes = extent(t.shape, strides) * size
+    buffer = np.full(128 + nbytes, POISON, np.uint8)
     view = np.lib.stride_tricks.as_strided(
-        buffer[64:].view(np.uint8)[: (last + 1) * size].view(STORED[t.dtype]),
+        buffer[64:].view(np.uint8)[:nbytes].view(STORED[t.dtype]),
         t.shape,
         tuple(s * size for s in strides),
     )

@@ -18,7 +18,7 @@ from onchip.backends.triton.phases import MOST_SHARING, exchangeable
 from onchip.backends.triton.source import Options, Variant
 from onchip.fusion.chunks import kept_in_order, unravelled, walk_of
 from onchip.fusion.inline import inline, substitute_simplified
-from onchip.fusion.machine import Gpu
+from onchip.fusion.machine import HOPPER, Gpu
 from onchip.fusion.nest import Nest, build_nest
 from onchip.fusion.phases import with_scratch
 from onchip.fusion.split import split_folds
@@ -33,9 +33,6 @@ Strides = tuple[int, ...]
 SHAPES = ((16384, 8), (8192, 8), (8192, 4), (16384, 16), (4096, 4))
 
 
-CLUSTERS_SINCE = 90  # capability
-
-
 def joined_variants(
     staged: tuple[Staged, ...], strides: dict[Tensor, Strides], gpu: Gpu, row: int, base: Options
 ) -> list[Variant]:
@@ -46,7 +43,7 @@ def joined_variants(
     for size, warps in SHAPES:
         nest = _joined(staged, strides, gpu, row, size)
         if nest is not None:
-            cluster = gpu.capability >= CLUSTERS_SINCE and exchangeable(nest)
+            cluster = gpu.capability >= HOPPER and exchangeable(nest)
             options = replace(base, warps=warps, fold_block=row, packed=True)
             out.append(Variant(nest, replace(options, joined=True, cluster=cluster)))
     return out

@@ -181,22 +181,8 @@ def _bind_tiles(w: Writer, nest: Nest, last_first: bool = False) -> int:
     least = SMALLEST_DOT if w.options.product else 1
     width = min(w.options.lanes, max(power_of_two(total), least))
     groups = ceil(total / width)
-    wide = ".to(tl.int64)" if w.integer == "tl.int64" else ""
-    if w.options.cluster:
-        w.line("cluster_arrive()")
-        w.entering = True
-    if w.options.waits:
-        w.line("wait_for_launch_before()")
-        w.leaving.append("start_next_launch()")
     w.tiles = repeats * groups * count
-    if w.options.split > 1:
-        w.line(f"part = tl.program_id(0) // {w.tiles}")
-        w.line(f"program = (tl.program_id(0) % {w.tiles}){wide}")
-    elif w.backwards and w.tiles > 1:
-        w.line(f"program = ({w.tiles - 1} - tl.program_id(0)){wide}")
-    else:
-        w.line(f"program = tl.program_id(0){wide}")
-    program = Tile("program")
+    program = _begin(w)
     if repeats > 1:
         whole = groups * count
         w.unravel(program if whole == 1 else w.define("batch", f"program // {whole}"), batch)
@@ -226,6 +212,25 @@ def _bind_tiles(w: Writer, nest: Nest, last_first: bool = False) -> int:
         group = number
     w.unravel(group, lanes)
     return w.tiles * w.options.split
+
+
+def _begin(w: Writer) -> Tile:
+    """How a program begins: what it waits for, and which of the w.tiles tiles it computes."""
+    if w.options.cluster:
+        w.line("cluster_arrive()")
+        w.entering = True
+    if w.options.waits:
+        w.line("wait_for_launch_before()")
+        w.leaving.append("start_next_launch()")
+    wide = ".to(tl.int64)" if w.integer == "tl.int64" else ""
+    if w.options.split > 1:
+        w.line(f"part = tl.program_id(0) // {w.tiles}")
+        w.line(f"program = (tl.program_id(0) % {w.tiles}){wide}")
+    elif w.backwards and w.tiles > 1:
+        w.line(f"program = ({w.tiles - 1} - tl.program_id(0)){wide}")
+    else:
+        w.line(f"program = tl.program_id(0){wide}")
+    return Tile("program")
 
 
 def _whole_groups(lanes: list[Place], width: int, product: bool) -> tuple[list[Place], list[Place]]:

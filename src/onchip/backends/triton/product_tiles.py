@@ -22,7 +22,7 @@ from onchip.backends.triton.placement import (
 from onchip.backends.triton.source import Options, Variant
 from onchip.backends.triton.writer import power_of_two
 from onchip.fusion.contraction import Contraction
-from onchip.fusion.machine import Gpu
+from onchip.fusion.machine import HOPPER, Gpu
 from onchip.fusion.nest import Nest, build_nest
 from onchip.fusion.refusal import Refusal
 from onchip.fusion.staging import Staged
@@ -315,7 +315,7 @@ def _nanoseconds(s: Shape, c: Choice, gpu: Gpu) -> float:
     moving = elements * s.size / L2_BYTES
     # loads in flight hide each other's latency; barriers and waits are hidden by other programs.
     # A warpgroup's products run behind, so that their operands' buffers are not free yet.
-    flight = c.stages - 1 if gpu.capability < 90 else max(c.stages - 2, 0.5)
+    flight = c.stages - 1 if gpu.capability < HOPPER else max(c.stages - 2, 0.5)
     waiting = LATENCY / (flight * here)
     issued = 60 + elements / (32 * c.warps) * (s.size / 16 * 10 + 6 * s.split)
     step = max(busy, moving, waiting, issued * c.warps / 4 / CLOCK) + SYNC / here
@@ -335,7 +335,7 @@ def _together(s: Shape, c: Choice, gpu: Gpu) -> int:
 def _efficiency(c: Choice, gpu: Gpu) -> float:
     """Share of the tensor cores' rate: a warpgroup multiplies 64 rows, and reads operands from
     shared memory as fast as it multiplies from 128 columns on."""
-    if gpu.capability < 90:
+    if gpu.capability < HOPPER:
         return 0.8 if c.rows * c.columns >= 64 * 64 * c.warps // 4 else 0.5
     if c.rows < 64 or c.rows < 16 * c.warps:
         return 0.3 * min(c.columns, 64) / 64

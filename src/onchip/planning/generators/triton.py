@@ -27,7 +27,7 @@ from onchip.backends.triton.source import Options, TritonSource, Variant
 from onchip.backends.triton.tiles import variants
 from onchip.errors import CompilerError, InputError, InternalError
 from onchip.fusion.layout import extent
-from onchip.fusion.machine import GPUS, Gpu, Machine
+from onchip.fusion.machine import GPUS, HOPPER, Gpu, Machine
 from onchip.fusion.refusal import Refusal
 from onchip.fusion.region import Region
 from onchip.fusion.staging import stage
@@ -36,9 +36,7 @@ from onchip.ir.expr import Tensor
 from onchip.planning.candidates import Candidate, Context, Strides, comment_of
 from onchip.planning.derive import derived_tensor
 from onchip.planning.precision import has_float32_product, precisions, tf32_allowed
-
-# Programmatic dependent launch (CUDA C++ Programming Guide): since which capability.
-DEPENDENT_SINCE = 90
+from onchip.planning.values import torch_dtype
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -164,7 +162,7 @@ class TritonGenerator:
         for p in precisions(region, self.allowed):
             # where no product is float32, the choice counts for a float32 intermediate times a
             # half-precision tensor: PyTorch would round it to that
-            waits = not self.interpret and self.gpu.capability >= DEPENDENT_SINCE
+            waits = not self.interpret and self.gpu.capability >= HOPPER
             base = Options(precision=p or "tf32", interpret=self.interpret, waits=waits)
             some = variants(staged, strides, self.gpu, base)
             if isinstance(some, Refusal):
@@ -219,7 +217,7 @@ class TritonGenerator:
             return DeviceKernel(built, self.device.index or 0)
         source: TritonSource = candidate.source
         tensors = (*source.inputs, *source.outputs)
-        memory = [(_torch_type(t), extent(t.shape, candidate.strides[t])) for t in tensors]
+        memory = [(torch_dtype(t), extent(t.shape, candidate.strides[t])) for t in tensors]
         kinds = source.pointers[len(tensors) :]
         for kind, w in zip(kinds, source.workspace, strict=True):
             dtype = POINTED[kind.removeprefix("*")]
@@ -233,10 +231,6 @@ POINTED = {
     "i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "i8": torch.int8,
     "u8": torch.uint8, "i1": torch.bool,
 }  # fmt: skip
-
-
-def _torch_type(t: Tensor) -> torch.dtype:
-    return getattr(torch, t.dtype.label)
 
 
 # ---- which GPU -----------------------------------------------------------------------------------
