@@ -76,9 +76,8 @@ _LONG_ROW = _RESIDENT + (
     "of the cycles, special-function unit 37 % busy"
 )
 _SHARED_ROW = _RESIDENT + (
-    ". Measured on the form whose programs meet in memory (then 56 µs, now 46): DRAM 36 % of its "
-    "peak, issued in 28 % of the cycles, warps wait at barriers for 14 and for memory for 10 "
-    "cycles an instruction"
+    ". Measured on clusters of 16 programs a row (43 µs): DRAM 54 % of its peak, issued in 34 % of "
+    "the cycles, special-function unit 47 % busy, 33 % of the warps resident"
 )
 _GROUP_NORM = _RESIDENT.replace("two exponentials", "sigmoids") + (
     ". Measured: DRAM 59 % of its peak, issued in 45 % of the cycles, special-function unit 42 % "
