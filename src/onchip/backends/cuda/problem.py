@@ -1,0 +1,160 @@
+"""A contraction as the tensor-core engine sees it, and the choices of one kernel for it.
+
+    D[f, p] = sum over taps t and channels c of  W[f, t, c] * X[p * stride + t * dilation - pad, c]
+
+`f` are features (rows of the matrix unit), `p` positions (its columns). A linear layer or a matrix
+product has one tap; a convolution has one for each element of its filter. What the caller wants of
+D is an epilogue: values of positions, perhaps folded over windows of them (pooling), stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from onchip.ir.dtype import DType
+from onchip.ir.expr import Axis, Expr, Tensor, Var
+
+# What the accumulator, or a pooled cell, is called in the expressions of an epilogue.
+ACC = Var("acc", DType.F32)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A direction in which positions lie.
+
+    size       of the input along it; step: elements of memory between two of them
+    positions  of the product along it. Position p and tap t read element
+               stride * p + dilation * t - pad, which is zero outside of the input
+    cells      what is left of the positions: cell q folds the positions hop * q + i - lead,
+               i < window, that exist
+    """
+
+    size: int
+    step: int
+    positions: int
+    stride: int = 1
+    taps: int = 1
+    dilation: int = 1
+    pad: int = 0
+    cells: int = 0
+    window: int = 1
+    hop: int = 1
+    lead: int = 0
+
+    @property
+    def pools(self) -> bool:
+        return (self.window, self.hop, self.lead) != (1, 1, 0)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Read:
+    """A load of the epilogue. kind: "feature" (it depends on features and batch alone), "tile" (its
+    elements lie as the tile of results does, features innermost: the copy engine fetches it) or
+    "direct" (each element by its address)."""
+
+    tensor: Tensor
+    index: tuple[Expr, ...]
+    pad: int | float | bool | None
+    kind: str
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Result:
+    """A tensor that is stored: its element at (batch, cell or position, feature) is `value`, in
+    ACC and the reads of the epilogue. pooled: ACC is a cell, and the index is over cells.
+    tile: features lie innermost, so that the copy engine can store it."""
+
+    tensor: Tensor
+    index: tuple[Expr, ...]
+    value: Expr
+    pooled: bool
+    tile: bool
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Problem:
+    """One contraction with its epilogue.
+
+    kind        "bf16", "fp16", "tf32" or "tf32x3": the type of the matrix unit's operands
+    x, w        the tensors that hold positions and features
+    channels    summed for each tap (of a group); lines: innermost in memory first, at most four
+    features    of a group; batch: groups of a convolution, or matrices
+    x_offset    elements before the first that is read; x_batch: elements between two batches
+    w_constant  the weights are laid out at load (`packed`); else w is read as it lies, one tap, its
+                channels innermost: w_step elements between two features, w_batch between batches
+    packed      [batch, taps, chunks, features, channels of a chunk]: see weights.py
+    axes        what the epilogue's expressions are over: feature, batch, positions, cells (of each
+                line, as `lines` are ordered)
+    before      a position's value, in ACC; fold: "max", "min", "sum" or "" over windows of
+                positions
+    results     at least one; reads: of all expressions, each once
+    """
+
+    kind: str
+    x: Tensor
+    w: Tensor
+    channels: int
+    lines: tuple[Line, ...]
+    features: int
+    batch: int
+    x_offset: int
+    x_batch: int
+    w_constant: bool
+    w_step: int
+    w_batch: int
+    feature_axis: Axis
+    batch_axis: Axis
+    position_axes: tuple[Axis, ...]
+    cell_axes: tuple[Axis, ...]
+    before: Expr
+    fold: str
+    results: tuple[Result, ...]
+    reads: tuple[Read, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of an element of an operand."""
+        return 4 if self.kind.startswith("tf32") else 2
+
+    @property
+    def taps(self) -> int:
+        return prod(line.taps for line in self.lines)
+
+    @property
+    def pools(self) -> bool:
+        return any(line.pools for line in self.lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The choices of one kernel.
+
+    patch      positions of a tile along each line; the first a multiple of 8
+    along      the line along which the matrix unit's groups of 8 positions follow each other in
+               one instruction (0: through the row; 1: down the rows)
+    blocks     of 64 features that a warpgroup computes
+    split      warpgroups of a team, each with features of its own, the same positions
+    teams      that take turns at tiles: one's epilogue hides behind another's products
+    row_bytes  of a chunk of channels: 128, 64 or 32
+    x_stages   chunks of input on their way; w_stages: tiles of weights, 0: all of them stay
+    k_split    programs that share the channels and taps of a tile
+    """
+
+    patch: tuple[int, ...]
+    along: int
+    blocks: int = 1
+    split: int = 1
+    teams: int = 1
+    row_bytes: int = 128
+    x_stages: int = 3
+    w_stages: int = 0
+    k_split: int = 1
+
+    @property
+    def label(self) -> str:
+        text = f"patch {'x'.join(map(str, self.patch))} along {self.along}"
+        text += f", {self.teams} teams of {self.split} by {64 * self.blocks} features"
+        weights = f"{self.w_stages} tiles of weights" if self.w_stages else "weights stay"
+        text += f", {self.x_stages} chunks of {self.row_bytes} bytes, {weights}"
+        return text + f", K split in {self.k_split}" * (self.k_split > 1)
