@@ -57,7 +57,7 @@ def taps_of(line: Line) -> tuple[Taps, ...]:
 @dataclass(frozen=True, slots=True)
 class Phase:
     """A copy of the input: elements of one residue along each line. start: of the first element of
-    a tile whose positions begin at 0; taps: (rows of shared memory to shift by, the tap's number)."""
+    a tile whose positions begin at 0; taps: (rows of shared memory to shift by, number)."""
 
     start: tuple[int, ...]
     taps: tuple[tuple[int, int], ...]
