@@ -11,7 +11,6 @@ from itertools import product
 from math import ceil, gcd, prod
 
 from onchip.backends.cuda.problem import Config, Line, Problem, Read
-from onchip.fusion.refusal import Refusal, Rule
 
 GROUP = 8  # positions that lie side by side, row by row, for one instruction
 BLOCK = 64  # features of one instruction
@@ -19,8 +18,6 @@ STEP_BYTES = 32  # of channels that one instruction multiplies
 LINE_BYTES = 128  # of a row of a tile of results
 ALIGNED = 1024  # bytes, where a permuted tile may start
 MOST_BOX = 256  # elements of one copy along a dimension
-MOST_COLUMNS = 256  # of one instruction
-MOST_CLUSTER = 16  # programs of a cluster
 
 
 def up(n: int, unit: int) -> int:
@@ -327,9 +324,7 @@ class Geometry:
         taken for each other by a team that skips the tiles of others."""
         others, c = self.config.teams - 1, self.config
         skipped = others * self.chunks * len(self.phases)
-        return others > 0 and (
-            c.x_stages <= skipped or 0 < c.w_stages <= others * self.steps
-        )
+        return others > 0 and (c.x_stages <= skipped or 0 < c.w_stages <= others * self.steps)
 
     @property
     def barriers(self) -> int:
@@ -359,51 +354,3 @@ class Geometry:
     def partial_bytes(self) -> int:
         """Of a program's sums, where programs share a tile."""
         return self.config.split * self.accumulators * 128 * 4
-
-    def refusal(self, shared_bytes: int) -> Refusal | None:
-        """Why there is no such kernel; None if there is. shared_bytes: that a program may use."""
-        c, name = self.config, self.problem.results[0].tensor.name
-        registers = 65536 // self.threads // 8 * 8
-        checks = [
-            (self.columns > MOST_COLUMNS, f"{self.columns} columns of at most {MOST_COLUMNS}"),
-            (c.patch[0] % GROUP > 0, f"a patch of {c.patch[0]} positions, not a multiple of 8"),
-            (max(self.x_box) > MOST_BOX, f"a box of {max(self.x_box)} of at most {MOST_BOX}"),
-            (
-                self.pieces > 1 and self.problem.lines[self.outermost].stride > 1,
-                f"a strided line of {self.extents[self.outermost]} elements",
-            ),
-            (self.tile_features > MOST_BOX, f"{self.tile_features} features a tile"),
-            (min(self.cells) < 1, "a patch smaller than a window"),
-            (
-                self.accumulators + 40 > min(registers, 255),
-                f"{self.accumulators} sums a thread of {min(registers, 255)} registers",
-            ),
-            (self.threads > 1024, f"{self.threads} threads of at most 1024"),
-            (
-                self.tile_reads and self.r_stages < c.teams,
-                f"{self.r_stages} tiles of reads for {c.teams} teams",
-            ),
-            (
-                [c.k_split, c.x_shared, c.w_shared].count(1) < 2 or c.cluster > MOST_CLUSTER,
-                f"a cluster of {c.k_split} x {c.x_shared} x {c.w_shared}",
-            ),
-            (
-                c.k_split > 1 and (c.teams > 1 or c.k_split > self.steps),
-                f"{self.steps} steps of {c.teams} teams split in {c.k_split}",
-            ),
-            (
-                c.k_split > 1 and self.partial_bytes > self.operand_bytes,
-                f"{self.partial_bytes} bytes of sums in the place of operands",
-            ),
-            (
-                not c.w_stages and self.problem.batch > 1,
-                "weights of several batches can't stay",
-            ),
-        ]
-        for wrong, text in checks:
-            if wrong:
-                return Refusal(Rule.CONTRACTION_FORM, name, text)
-        if self.shared_bytes > shared_bytes:
-            text = f"{self.shared_bytes:,} bytes of {shared_bytes:,}"
-            return Refusal(Rule.SHARED_MEMORY, name, text, {"shared_bytes": self.shared_bytes})
-        return None

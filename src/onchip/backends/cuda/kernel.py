@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping
 from math import ceil, prod
 
 from onchip.backends.cuda.epilogue import epilogue_text
-from onchip.backends.cuda.geometry import BLOCK, GROUP, Geometry
-from onchip.backends.cuda.problem import Config, Line, Problem, Read, Result
+from onchip.backends.cuda.geometry import BLOCK, Geometry
+from onchip.backends.cuda.problem import Config, Line, Problem, Result
+from onchip.backends.cuda.limits import refusal
 from onchip.backends.cuda.source import CudaSource, Pointer, Strides, TensorMap
+from onchip.backends.cuda.weights import packed_weights
 from onchip.fusion.machine import HOPPER, Gpu
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.ir.dtype import DType
@@ -45,7 +47,7 @@ def emit(
     if problem.kind not in INSTRUCTIONS:
         text = f"no main loop for {problem.kind}"
         return Refusal(Rule.CONTRACTION_FORM, problem.results[0].tensor.name, text)
-    refused = g.refusal(gpu.shared_bytes)
+    refused = refusal(g, gpu.shared_bytes)
     if refused:
         return refused
     return _Emitter(g, gpu, strides, name, comment, late).source()
@@ -63,14 +65,13 @@ class _Emitter:
     ) -> None:
         self.g, self.p, self.c = g, g.problem, g.config
         self.gpu, self.strides, self.name, self.comment = gpu, strides, name, comment
-        read = dict.fromkeys([self.p.x, self.p.w, *(r.tensor for r in self.p.reads)])
-        self.inputs = tuple(sorted(read, key=lambda t: t in late or t is self.packed))
+        self.w = packed_weights(self.p, g.chunk) if self.p.w_constant else self.p.w
+        # the weights' tensor among the inputs is the one that the kernel reads
+        read = dict.fromkeys([self.p.x, *(r.tensor for r in self.p.reads), self.w])
+        derived = late | ({self.w} if self.p.w_constant else set())
+        self.inputs = tuple(sorted(read, key=lambda t: t in derived))
         self.outputs = tuple(dict.fromkeys(r.tensor for r in self.p.results))
         self.numbers = {t: n for n, t in enumerate((*self.inputs, *self.outputs))}
-
-    @property
-    def packed(self) -> Tensor | None:
-        return self.p.w if self.p.w_constant else None
 
     def pointer(self, t: Tensor) -> str:
         return f"t{self.numbers[t]}"
@@ -214,15 +215,13 @@ class _Emitter:
                 pack = "pack_bf16" if half == "b" else "pack_fp16"
                 store = f"*({where}) = (u16){pack}(v, 0.f);"
                 several = (
-                    f"u32 w[N / 2]; _Pragma(\"unroll\") for (int i = 0; i < N / 2; i++) "
+                    f'u32 w[N / 2]; _Pragma("unroll") for (int i = 0; i < N / 2; i++) '
                     f"w[i] = {pack}(v[2 * i], v[2 * i + 1]); "
                     "if constexpr (N == 8) *(uint4*)to = make_uint4(w[0], w[1], w[2], w[3]); "
                     "else *(uint2*)to = make_uint2(w[0], w[1]);"
                 )
             puts.append(f"    if constexpr (R == {n}) {store}")
-            all_puts.append(
-                f"    if constexpr (R == {n}) {{ auto* to = {where}; {several} }}"
-            )
+            all_puts.append(f"    if constexpr (R == {n}) {{ auto* to = {where}; {several} }}")
         takes = "const Args& a, float acc, const Features& c, const Place& at, const float* tile"
         return "\n".join(
             [
@@ -334,9 +333,9 @@ class _Emitter:
                 sizes, steps = (*sizes, p.batch), (*steps, p.w_batch)
         box = (g.chunk, g.tile_features // self.c.w_shared, 1)[: len(sizes)]
         return TensorMap(
-            self.numbers[p.w],
+            self.numbers[self.w],
             MAP_KINDS[p.kind],
-            0,
+            p.w_offset,
             sizes,
             tuple(s * p.size for s in steps),
             box,
@@ -374,6 +373,3 @@ def _padded(values: Iterable[int], by: int = 1) -> list[int]:
 
 def _list(values: Iterable[int]) -> str:
     return "{" + ", ".join(map(str, values)) + "}"
-
-
-__all__ = ["GROUP", "Read", "emit"]
