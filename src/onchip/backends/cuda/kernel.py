@@ -7,8 +7,8 @@ from math import ceil, prod
 
 from onchip.backends.cuda.epilogue import epilogue_text
 from onchip.backends.cuda.geometry import BLOCK, Geometry
-from onchip.backends.cuda.problem import Config, Line, Problem, Result
 from onchip.backends.cuda.limits import refusal
+from onchip.backends.cuda.problem import Config, Line, Problem, Result
 from onchip.backends.cuda.source import CudaSource, Pointer, Strides, TensorMap
 from onchip.backends.cuda.weights import packed_weights
 from onchip.fusion.machine import HOPPER, Gpu

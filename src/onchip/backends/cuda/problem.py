@@ -146,9 +146,9 @@ class Config:
     row_bytes  of a chunk of channels: 128, 64 or 32
     x_stages   chunks of input on their way; w_stages: tiles of weights, 0: all of them stay
     r_stages   tiles of what the epilogue reads on their way
-    k_split    programs that share the channels and taps of a tile: a cluster, in which they add up
-    x_shared   programs of a cluster that multiply the same input, by features of their own; w_shared:
-               the same weights, at positions of their own. What they share is fetched once
+    k_split    programs of a cluster that share the channels and taps of a tile, and add up
+    x_shared   programs of a cluster that multiply the same input, by features of their own;
+               w_shared: the same weights, at positions of their own; fetched once for all
     """
 
     patch: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Constant weights in the order in which the main loop takes them: a tile is one block of memory."""
+"""Constant weights in the order in which the main loop takes them: a tile is one block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def packed_weights(p: Problem, chunk: int) -> Tensor:
     """[batch, taps of the last line, ..., of the first, chunks, features, channels of a chunk]:
     the weights of a problem whose w is constant. Channels beyond the last one are zero."""
     e = p.w_element
-    assert e is not None and p.channel_axis is not None, "constant weights say where they lie"
+    assert e is not None, "constant weights say where they lie"
+    assert p.channel_axis is not None
     taps = [axis(line.taps, "t") for line in p.lines]
     b, c = axis(p.batch, "b"), axis(ceil(p.channels / chunk), "c")
     f, k = axis(p.features, "f"), axis(chunk, "k")
