@@ -18,10 +18,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from onchip.backends.triton import build, launcher, pool
-from onchip.backends.triton.build import Built, build_all
-from onchip.backends.triton.resources import Resources, over_budget, resident_programs
-from onchip.backends.triton.source import Launch, TritonSource
+from onchip.backends.nvidia import launcher, pool
+from onchip.backends.nvidia.build import Built
+from onchip.backends.nvidia.resources import Resources, over_budget, resident_programs
+from onchip.backends.nvidia.source import Launch
+from onchip.backends.triton import build
+from onchip.backends.triton.build import build_all
+from onchip.backends.triton.source import TritonSource
 from onchip.errors import CacheError, CompilerError, DeviceError
 from onchip.fusion.machine import GPUS
 from onchip.fusion.refusal import Rule
@@ -201,8 +204,8 @@ def test_what_takes_too_long_is_ended(text, waits, figure, how, cache, monkeypat
     made: list[pool.Worker] = []
 
     class Seen(pool.Worker):
-        def __init__(self) -> None:
-            super().__init__()
+        def __init__(self, compiler: pool.Compiler) -> None:
+            super().__init__(compiler)
             made.append(self)
 
     monkeypatch.setattr(pool, "Worker", Seen)

@@ -12,9 +12,10 @@ import torch
 
 from onchip.analysis.roofline import Ceilings
 from onchip.backends.cpp.compiler import cache_folder, compiler_version
+from onchip.backends.nvidia.launcher import driver
+from onchip.backends.nvidia.source import Launch
 from onchip.backends.triton.build import build_all, triton_version
-from onchip.backends.triton.launcher import driver
-from onchip.backends.triton.source import Launch, TritonSource
+from onchip.backends.triton.source import TritonSource
 from onchip.errors import CacheError, CompilerError, DeviceError
 from onchip.fusion.machine import GPUS
 from onchip.planning import machine

@@ -11,7 +11,7 @@ from onchip.analysis.roofline import Ceilings, kernel_us
 from onchip.analysis.summary import compute_us, program_bound_us
 from onchip.analysis.traffic import Ledger, Traffic, account
 from onchip.backends.cpp.compiler import Binary
-from onchip.backends.triton.build import Built
+from onchip.backends.nvidia.build import Built
 from onchip.capture.captured import Captured
 from onchip.fusion.refusal import Rule
 from onchip.ir.expr import reduces

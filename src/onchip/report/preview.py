@@ -9,7 +9,8 @@ from typing import Any
 from onchip.analysis.record import KernelRow
 from onchip.analysis.roofline import Ceilings
 from onchip.analysis.traffic import Ledger
-from onchip.backends.triton.build import Built, triton_version
+from onchip.backends.nvidia.build import Built
+from onchip.backends.triton.build import triton_version
 from onchip.capture.captured import Captured
 from onchip.capture.cleanup import constant_tensors
 from onchip.capture.schema import is_view

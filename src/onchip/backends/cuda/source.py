@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from onchip.backends.triton.source import Workspace
+from onchip.backends.nvidia.source import Workspace
 from onchip.ir.expr import Tensor
 
 Strides = tuple[int, ...]

@@ -15,13 +15,8 @@ import torch
 
 from onchip.analysis.roofline import DEVICES
 from onchip.analysis.work import flops
-from onchip.backends.triton.build import (
-    Built,
-    build_all,
-    interpret,
-    interpreting,
-    triton_version,
-)
+from onchip.backends.nvidia.build import Built
+from onchip.backends.triton.build import build_all, interpret, interpreting, triton_version
 from onchip.backends.triton.kernel import emit_kernel
 from onchip.backends.triton.source import Options, TritonSource, Variant
 from onchip.backends.triton.tiles import variants
