@@ -201,6 +201,6 @@ def _code_version() -> str:
     root = Path(onchip.__file__).parent
     for folder in ("ir", "ops", "fusion", "backends", "planning"):
         for f in sorted((root / folder).rglob("*")):
-            if f.suffix in (".py", ".h"):
+            if f.suffix in (".py", ".h", ".cuh"):
                 h.update(f.read_bytes())
     return h.hexdigest()
