@@ -135,7 +135,7 @@ def _rows(
         yield (
             replace(
                 row,
-                backend=compiled.planned.generator,
+                backend=built.backend if isinstance(built, Built) else compiled.planned.generator,
                 choice=choice,
                 measured_us=verdict.kernel_us if verdict else None,
                 **built_figures(built),

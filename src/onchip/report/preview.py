@@ -152,7 +152,7 @@ def _shown(
         candidate, built = kind.chosen
         traffic = launched(ledger.kernel(nodes), built)
         row = kernel_row(region.name, nodes, traffic, ledger, {}, ceilings, True)
-        row = replace(row, backend="triton", choice=candidate.choice, **built_figures(built))
+        row = replace(row, backend=built.backend, choice=candidate.choice, **built_figures(built))
         return [Preview(row, candidate.source.text, tuple(kind.refused))]
     reasons = tuple(refused if kind is None else kind.refused)
     return [

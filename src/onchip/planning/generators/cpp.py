@@ -91,7 +91,9 @@ class CppGenerator:
             return products
         return (*products, compiler_version(), *sorted(target_macros()))
 
-    def root_of(self, region: Region, strides: dict[Tensor, Strides]) -> Tensor | Refusal | None:
+    def root_of(
+        self, region: Region, strides: dict[Tensor, Strides], constants: frozenset[Tensor]
+    ) -> Tensor | Refusal | None:
         return region_root(region, strides, self.machine)
 
     def has_short_form(self, region: Region, constants: frozenset[Tensor]) -> bool:
