@@ -197,7 +197,7 @@ def test_without_the_bindings_there_is_one_sentence(cache, monkeypatch):
 def test_a_binary_is_made_once_for_each_text_and_header(cache, include):
     header = include / "scale.cuh"
     header.write_text("#pragma once\n#define SCALE 2\n")
-    scaled = source('#include "onchip/scale.cuh"\n' + ADD, "add")
+    scaled = source("#include <onchip/scale.cuh>\n" + ADD, "add")
     first, second = built(scaled, scaled)
     assert not first.reused
     assert first.cubins == second.cubins

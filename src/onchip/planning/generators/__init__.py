@@ -71,7 +71,8 @@ class Generator(Protocol):
         ...
 
     def variants(self, region: Region, context: Context) -> Sequence[Any] | Refusal:
-        """Ways to run a region before any text is written, most promising first."""
+        """Ways to run a region before any text is written, most promising first; each has a
+        `label`, which says how it differs from the others."""
         ...
 
     def write(self, region: Region, variant: Any, context: Context) -> Candidate | Refusal:

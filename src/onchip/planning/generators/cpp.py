@@ -48,6 +48,13 @@ class Variant:
     options: KernelOptions
     transformed: tuple[Tensor, ...] = ()  # weights in another form, computed at load
 
+    @property
+    def label(self) -> str:
+        """How it differs from others."""
+        text = "tile " + "x".join(map(str, self.nest.tile))
+        text += f" in {len(self.nest.phases)} phases" if self.nest.before else ""
+        return text + " streamed" * self.options.stream + " winograd" * bool(self.transformed)
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CompiledKernel:
@@ -188,10 +195,6 @@ def _candidate(
     strides: dict[Tensor, Strides],
 ) -> Candidate:
     nest = variant.nest
-    choice = "tile " + "x".join(map(str, nest.tile))
-    choice += f" in {len(nest.phases)} phases" if nest.before else ""
-    choice += " streamed" if variant.options.stream else ""
-    choice += " winograd" if variant.transformed else ""
     stored = frozenset(s.tensor for phase in nest.phases for s in phase.stages)
     real = tuple(t for t in source.inputs if t not in late and t not in source.laid_out)
     derived = [
@@ -204,7 +207,7 @@ def _candidate(
         region,
         source,
         stored,
-        choice,
+        variant.label,
         tuple(derived),
         real,
         own,
