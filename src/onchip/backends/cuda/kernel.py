@@ -9,7 +9,7 @@ from onchip.backends.cuda.epilogue import epilogue_text
 from onchip.backends.cuda.geometry import BLOCK, GROUP, Geometry
 from onchip.backends.cuda.problem import Config, Line, Problem, Read, Result
 from onchip.backends.cuda.source import CudaSource, Pointer, Strides, TensorMap
-from onchip.backends.triton.source import Workspace
+from onchip.backends.nvidia.source import Workspace
 from onchip.fusion.machine import HOPPER, Gpu
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.ir.dtype import DType
