@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.backends import cuda_copy
 from tests.backends.fake_driver import Driver, installed
 
 from onchip.backends.cuda import build
@@ -17,7 +19,7 @@ from onchip.backends.cuda.build import build_all
 from onchip.backends.cuda.source import CudaSource, Pointer
 from onchip.backends.nvidia import launcher, pool
 from onchip.backends.nvidia.build import Built
-from onchip.backends.nvidia.resources import over_budget
+from onchip.backends.nvidia.resources import over_budget, tool
 from onchip.backends.nvidia.source import TensorMap
 from onchip.backends.nvidia.tensor_map import EncodedMap, problem_of
 from onchip.errors import CompilerError, DeviceError
@@ -285,6 +287,22 @@ def test_a_map_is_encoded_as_the_driver_wants_it(driver):
         call = driver.named("cuTensorMapEncodeTiled")[-1]
         assert (call[0], call[8]) == (number, code)
         assert call[2] == 16 + 64 * (2 if kind == "fp16" else 4)
+
+
+@needs_nvrtc
+def test_the_kernel_that_copies_a_box_compiles(cache, driver):
+    """What tests/gpu runs."""
+    driver.functions["copy"] = 2
+    (b,) = built(cuda_copy.source(128))
+    assert "UTMALDG" in disassembled(b)
+    assert problem_of(b.launches[0].arguments[1]) == ""
+    b.run([16, 0x1000])
+    assert driver.named("cuLaunchKernelEx")[-1][-1] == [16, 0x1000 + 2 * cuda_copy.OFFSET]
+
+
+def disassembled(b: Built) -> str:
+    command = [str(tool()), "-sass", str(b.cubins[0].path)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 @needs_nvrtc

@@ -217,15 +217,13 @@ class _Emitter:
                 pack = "pack_bf16" if half == "b" else "pack_fp16"
                 store = f"*({where}) = (u16){pack}(v, 0.f);"
                 several = (
-                    f"u32 w[N / 2]; _Pragma(\"unroll\") for (int i = 0; i < N / 2; i++) "
+                    f'u32 w[N / 2]; _Pragma("unroll") for (int i = 0; i < N / 2; i++) '
                     f"w[i] = {pack}(v[2 * i], v[2 * i + 1]); "
                     "if constexpr (N == 8) *(uint4*)to = make_uint4(w[0], w[1], w[2], w[3]); "
                     "else *(uint2*)to = make_uint2(w[0], w[1]);"
                 )
             puts.append(f"    if constexpr (R == {n}) {store}")
-            all_puts.append(
-                f"    if constexpr (R == {n}) {{ auto* to = {where}; {several} }}"
-            )
+            all_puts.append(f"    if constexpr (R == {n}) {{ auto* to = {where}; {several} }}")
         takes = "const Args& a, float acc, const Features& c, const Place& at, const float* tile"
         return "\n".join(
             [
