@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 from onchip.ir.dtype import DType
-from onchip.ir.expr import Axis, Expr, Tensor, Var
+from onchip.ir.expr import Axis, Expr, Load, Tensor, Var
 
 # What the accumulator, or a pooled cell, is called in the expressions of an epilogue.
 ACC = Var("acc", DType.F32)
@@ -84,6 +84,9 @@ class Problem:
     w_constant  the weights are laid out at load (`packed`); else w is read as it lies, one tap, its
                 channels innermost: w_step elements between two features, w_batch between batches
     packed      [batch, taps, chunks, features, channels of a chunk]: see weights.py
+    w_element   the element of w for a feature, batch, tap along each line and channel, over
+                feature_axis, batch_axis, tap_axes and channel_axis
+    w_offset    elements before the first one of w that is read, where w is not constant
     axes        what the epilogue's expressions are over: feature, batch, positions, cells (of each
                 line, as `lines` are ordered)
     before      a position's value, in ACC; fold: "max", "min", "sum" or "" over windows of
@@ -111,6 +114,10 @@ class Problem:
     fold: str
     results: tuple[Result, ...]
     reads: tuple[Read, ...]
+    w_element: Load | None = None
+    tap_axes: tuple[Axis, ...] = ()
+    channel_axis: Axis | None = None
+    w_offset: int = 0
 
     @property
     def size(self) -> int:
