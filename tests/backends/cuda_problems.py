@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,18 +123,35 @@ def folded(fold: str, d: np.ndarray, lines: tuple[Line, ...]) -> np.ndarray:
     return d
 
 
-def results(p: Problem, case: Case) -> list[np.ndarray]:
-    """Each result in float64; an element that is stored twice or not at all is an error."""
+@dataclass(frozen=True)
+class Epilogue:
+    """How values of accumulators are found: the expressions in float64, unless a test has others.
+    before(d) gives those of positions; result(n, d) those of the n-th result."""
+
+    p: Problem
+    case: Case
+
+    def axes(self, pooled: bool) -> tuple[Axis, ...]:
+        places = self.p.cell_axes if pooled else self.p.position_axes
+        return (self.p.batch_axis, self.p.feature_axis, *places)
+
+    def before(self, d: np.ndarray) -> np.ndarray:
+        return over(self.p.before, self.axes(False), self.case.values, d)
+
+    def result(self, n: int, d: np.ndarray) -> np.ndarray:
+        r = self.p.results[n]
+        return over(r.value, self.axes(r.pooled), self.case.values, d)
+
+
+def results(p: Problem, case: Case, epilogue: Epilogue | None = None) -> list[np.ndarray]:
+    """Each result; an element that is stored twice or not at all is an error."""
+    epilogue = epilogue or Epilogue(p, case)
     d = sums(p, case)
-    cells = d
-    if p.fold:
-        axes = (p.batch_axis, p.feature_axis, *p.position_axes)
-        cells = folded(p.fold, over(p.before, axes, case.values, d), p.lines)
+    cells = folded(p.fold, epilogue.before(d), p.lines) if p.fold else d
     out = []
-    for r in p.results:
-        axes = (p.batch_axis, p.feature_axis, *(p.cell_axes if r.pooled else p.position_axes))
-        value = over(r.value, axes, case.values, cells if r.pooled else d)
-        index = [over(i, axes, case.values) for i in r.index]
+    for n, r in enumerate(p.results):
+        value = epilogue.result(n, cells if r.pooled else d)
+        index = [over(i, epilogue.axes(r.pooled), case.values) for i in r.index]
         stored = np.full(r.tensor.shape, np.nan)
         count = np.zeros(r.tensor.shape, int)
         np.add.at(count, tuple(index), 1)
@@ -145,11 +161,11 @@ def results(p: Problem, case: Case) -> list[np.ndarray]:
     return out
 
 
-def check(case: Case, tolerance: float = 1e-9) -> Problem:
+def check(case: Case, tolerance: float = 1e-7, epilogue: Epilogue | None = None) -> Problem:
     """Assert that the problem's results are the module's."""
     p = case.problem
     assert isinstance(p, Problem), f"refused: {p}"
-    got = dict(zip((r.tensor for r in p.results), results(p, case), strict=True))
+    got = dict(zip((r.tensor for r in p.results), results(p, case, epilogue), strict=True))
     for t, want in zip(case.results, case.wanted, strict=True):
         scale = np.abs(want[np.isfinite(want)]).max(initial=1e-3)
         np.testing.assert_allclose(got[t], want, rtol=tolerance, atol=tolerance * scale)
@@ -170,6 +186,3 @@ def tile_places(p: Problem, case: Case) -> None:
                 assert len(steps) <= 1
                 for s in steps:
                     assert s == 1 if k == 1 else s * t.dtype.size % 16 == 0
-
-
-__all__ = ["Case", "case_of", "check", "itertools", "results", "sums", "tile_places"]

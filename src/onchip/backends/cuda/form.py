@@ -149,7 +149,7 @@ class _Form:
     # ---- features and batches ------------------------------------------------------------------
 
     def _features(self) -> tuple[list[Axis], int]:
-        """Axes of the features, the slowest first; elements of w between two (0: it is laid out)."""
+        """Axes of the features, the slowest first; elements of w between two (0: laid out)."""
         own = [a for a in self.product.axes if a in self.w.axes]
         if self.w.tests:
             raise Unfit(self.subject, f"{self.w.load.src.name} is read under a condition")
