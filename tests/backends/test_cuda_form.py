@@ -1,5 +1,5 @@
-"""Regions as problems of the tensor-core engine: what a problem says, evaluated in numpy from memory,
-must be the module's result; its generated epilogue too, run by the host's compiler."""
+"""Regions as problems of the tensor-core engine: what a problem says, evaluated in numpy from
+memory, must be the module's result; its generated epilogue too, run by the host's compiler."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def conv(*args, dtype: torch.dtype = torch.float32, **more) -> nn.Module:
 def norm(n: int) -> nn.Module:
     m = nn.BatchNorm2d(n)
     for t, low, high in (
-        (m.running_mean, -1, 1), (m.running_var, 0.5, 2), (m.weight.data, -2, 2), (m.bias.data, -1, 1),
+        (m.running_mean, -1, 1), (m.running_var, 0.5, 2), (m.weight.data, -2, 2),
+        (m.bias.data, -1, 1),
     ):  # fmt: skip
         assert t is not None
         t.uniform_(low, high)

@@ -76,8 +76,8 @@ def test_it_agrees_with_numpy(number: int, lib) -> None:
 
 
 def test_coarse_forms_are_within_what_half_types_show(lib) -> None:
-    """2e-4 of the value; where 1 is added to tanh and erf (GELU) of that, beside the rounding of the
-    sum."""
+    """2e-4 of the value; where 1 is added to tanh and erf (GELU) of that, beside the rounding of
+    the sum."""
     x = torch.linspace(-20, 20, 400_001)
     wide = x.double()
     exact = {

@@ -1,6 +1,6 @@
 """The text of an epilogue: what the engine calls for its accumulators, in CUDA C++.
 
-    struct Features { ... };        what features and batch alone decide, loaded once for many values
+    struct Features { ... };        what features and batch alone decide, loaded once a feature
     features(a, batch, feature)
     before(a, acc, c, at)           a position's value, which windows fold
     resultN(a, acc, c, at, tile)    what is stored
@@ -30,7 +30,7 @@ HEAD = "__device__ __forceinline__"
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Epilogue:
-    """text: to stand behind `Args`, `Place` and scalar.cuh; tile_reads: whose elements `tile` holds."""
+    """text: stands behind `Args`, `Place`, scalar.cuh; tile_reads: whose elements `tile` holds."""
 
     text: str
     tile_reads: tuple[Read, ...]
@@ -39,9 +39,9 @@ class Epilogue:
 def epilogue_text(
     problem: Problem, pointer: Callable[[Tensor], str], strides: Mapping[Tensor, Strides]
 ) -> Epilogue:
-    """The functions of a problem's epilogue. pointer: the member of `Args` that points to a tensor's
-    elements (half types as unsigned short); strides: elements, of all tensors that it reads. Raises
-    KeyError for a function without a CUDA spelling."""
+    """The functions of a problem's epilogue. pointer: the member of `Args` that points to a
+    tensor's elements (spelling.STORAGE has their type); strides: elements, of all tensors that it
+    reads. Raises KeyError for a function without a CUDA spelling."""
     p = problem
     tiles = tuple(r for r in p.reads if r.kind == "tile")
     coarse = all(r.tensor.dtype in HALVES for r in p.results)

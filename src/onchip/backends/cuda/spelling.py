@@ -1,11 +1,12 @@
 """How CUDA C++ spells the element types and the scalar functions (include/onchip/scalar.cuh).
 
-float32 values get what ATen's CUDA kernels have: IEEE division and square root, CUDA's functions for
-the rest. Values that a kernel only rounds to a half type (`coarse`) get shorter forms, whose
+float32 values get what ATen's CUDA kernels have: IEEE division and square root, CUDA's functions
+for the rest. Values that a kernel only rounds to a half type (`coarse`) get shorter forms, whose
 errors such a result does not show: an epilogue is run by a few warps, once for each element.
 
-Differences from ATen on the CPU: an integer divided by zero gives zero (no error); a float outside an
-integer type's range converts to the nearest integer of 32 bits (64 for int64) and wraps from there.
+Differences from ATen on the CPU: an integer divided by zero gives zero (no error); a float outside
+an integer type's range converts to the nearest integer of 32 bits (64 for int64) and wraps from
+there.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ def _single(x: float) -> float:
 
 
 def inverse(value: Number) -> str | None:
-    """The literal that multiplies in place of a division by a constant, as in ATen's CUDA kernels."""
+    """The literal that multiplies in place of a division by one, as in ATen's CUDA kernels."""
     x = _single(float(value))
     return constant(1 / x, DType.F32) if 2.0**-126 <= abs(x) <= 2.0**126 else None
 
