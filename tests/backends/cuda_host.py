@@ -27,7 +27,7 @@ PLACE = "struct Place { int batch, feature; int at[4]; };\n"
 def library(text: str, folder: Path) -> ctypes.CDLL:
     """A shared library of C++ text; warnings are errors."""
     source, made = folder / "text.cpp", folder / "text.so"
-    source.write_text('#include "onchip/scalar.cuh"\n' + text)
+    source.write_text("#include <onchip/scalar.cuh>\n" + text)
     flags = [
         "-std=c++17",
         "-O1",
@@ -52,7 +52,7 @@ def nvrtc_log(text: str) -> str:
     """What NVRTC says of text for sm_90a; "" if it compiles."""
     from cuda.bindings import nvrtc
 
-    source = ('#include "onchip/scalar.cuh"\n' + text).encode()
+    source = ("#include <onchip/scalar.cuh>\n" + text).encode()
     _, program = nvrtc.nvrtcCreateProgram(source, b"text.cu", 0, [], [])
     options = [b"--gpu-architecture=sm_90a", b"--std=c++17", f"-I{INCLUDE}".encode()]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
@@ -67,10 +67,10 @@ def nvrtc_log(text: str) -> str:
 class Text:
     """One problem's epilogue, in a namespace of its own."""
 
-    def __init__(self, p: Problem, strides, name: str) -> None:
+    def __init__(self, p: Problem, strides, name: str, tiles: bool = True) -> None:
         self.problem, self.strides, self.name = p, strides, name
         self.tensors: dict[Tensor, str] = {}
-        self.epilogue: Epilogue = epilogue_text(p, self._pointer, strides)
+        self.epilogue: Epilogue = epilogue_text(p, self._pointer, strides, tiles)
 
     def _pointer(self, t: Tensor) -> str:
         return self.tensors.setdefault(t, f"in{len(self.tensors)}")
@@ -96,6 +96,12 @@ class Text:
                 f"        out[n] = {self.name}::{f}(*a, acc[n], {self.name}::features(*a, "
                 f"at[n].batch, at[n].feature), at[n]{tile});\n}}\n"
             )
+        for n, _ in enumerate(self.problem.results):
+            out.append(
+                f'extern "C" void {self.name}_element{n}(long count, const {self.name}::Place* at, '
+                "long long* out) {\n    for (long n = 0; n < count; ++n) "
+                f"out[n] = {self.name}::element{n}(at[n]);\n}}\n"
+            )
         return "".join(out)
 
     def kernel(self) -> str:
@@ -118,9 +124,7 @@ class Text:
         read over the same axes."""
         kept = [_stored(values[t], self.strides[t], t.dtype) for t in self.tensors]
         pointers = (ctypes.c_void_p * max(len(kept), 1))(*(x.ctypes.data for x in kept))
-        at = np.zeros((acc.size, 6), np.int32)
-        for k, i in enumerate(np.indices(acc.shape)):
-            at[:, k] = i.ravel()
+        at = _places(acc.shape)
         flat = np.ascontiguousarray(acc, np.float32)
         tile = np.ascontiguousarray(np.stack([x.ravel() for x in tiles], 1) if tiles else flat)
         tile, out = tile.astype(np.float32), np.empty(acc.shape, np.float32)
@@ -129,11 +133,28 @@ class Text:
         call(ctypes.byref(pointers), ctypes.c_long(acc.size), *data)
         return out
 
+    def elements(self, lib: ctypes.CDLL, n: int, shape: tuple[int, ...]) -> np.ndarray:
+        """Where the n-th result's elements over (batch, feature, places) are stored."""
+        out = np.empty(shape, np.int64)
+        data = [x.ctypes.data_as(ctypes.c_void_p) for x in (_places(shape), out)]
+        getattr(lib, f"{self.name}_element{n}")(ctypes.c_long(out.size), *data)
+        return out
+
+
+def _places(shape: tuple[int, ...]) -> np.ndarray:
+    """A Place for each element over (batch, feature, places)."""
+    at = np.zeros((int(np.prod(shape)), 6), np.int32)
+    for k, i in enumerate(np.indices(shape)):
+        at[:, k] = i.ravel()
+    return at
+
 
 def _stored(x: np.ndarray, strides: Sequence[int], dtype: DType) -> np.ndarray:
     """A tensor's memory in its own type."""
     flat = np.zeros(1 + sum((n - 1) * s for n, s in zip(x.shape, strides, strict=True)), x.dtype)
     np.lib.stride_tricks.as_strided(flat, x.shape, [x.dtype.itemsize * s for s in strides])[...] = x
+    if dtype is DType.BOOL:
+        return flat.astype(np.uint8)
     if dtype is DType.BF16:
         return (round_bfloat16(flat).view(np.uint32) >> 16).astype(np.uint16)
     return flat.astype(dtype.label)

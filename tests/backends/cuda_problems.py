@@ -175,14 +175,14 @@ def check(case: Case, tolerance: float = 1e-7, epilogue: Epilogue | None = None)
 def tile_places(p: Problem, case: Case) -> None:
     """Assert that what is copied in tiles lies as tiles do: features side by side, and other steps
     multiples of 16 bytes."""
-    for r in p.results:
-        axes = (p.batch_axis, p.feature_axis, *(p.cell_axes if r.pooled else p.position_axes))
-        read = [q for q in p.reads if q.kind == "tile"]
-        for t, index in [(r.tensor, r.index)] * r.tile + [(q.tensor, q.index) for q in read]:
-            places = [over(i, axes, case.values) for i in index]
-            flat = sum(i * s for i, s in zip(places, case.strides[t], strict=True))
-            for k in range(len(axes)):
-                steps = np.unique(np.diff(flat, axis=k))
-                assert len(steps) <= 1
-                for s in steps:
-                    assert s == 1 if k == 1 else s * t.dtype.size % 16 == 0
+    own = [(r.tensor, r.index, r.pooled) for r in p.results if r.tile]
+    own += [(q.tensor, q.index, bool(p.fold)) for q in p.reads if q.kind == "tile"]
+    for t, index, pooled in own:
+        axes = Epilogue(p, case).axes(pooled)
+        places = [over(i, axes, case.values) for i in index]
+        flat = sum(i * s for i, s in zip(places, case.strides[t], strict=True))
+        for k in range(len(axes)):
+            steps = np.unique(np.diff(flat, axis=k))
+            assert len(steps) <= 1
+            for s in steps:
+                assert s == 1 if k == 1 else s * t.dtype.size % 16 == 0

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from onchip.backends.cuda.problem import ACC, Problem
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.ir.dtype import DType
-from onchip.ir.expr import Load, mentioned
+from onchip.ir.expr import Load
 
 S = nn.Sequential
 HALVES = (DType.BF16, DType.F16)
@@ -147,6 +147,16 @@ def masked_positions():
     mask = torch.rand(1, 1, 8, 10) < 0.5
     own = conv(16, 24, 3, padding=1)
     return Fn(lambda s, x, m: torch.where(m, s.c(x), -1.0), c=own), image(2, 16, 8, 10), mask
+
+
+@fits
+def a_residual_of_each_kind():
+    def f(s, x, y, z):
+        v = s.c(x) + y
+        return v, F.max_pool2d(v, 2) + z
+
+    own = conv(16, 16, 3, padding=1)
+    return Fn(f, c=own), image(2, 16, 8, 8), image(2, 16, 8, 8), image(2, 16, 4, 4)
 
 
 @fits
@@ -385,9 +395,24 @@ def pool_over_zeros():
     return f, image(2, 16, 10, 10)
 
 
+@refused("weights its elements")
+def depthwise_behind():
+    return S(conv(16, 24, 1), conv(24, 24, 3, padding=1, groups=24)), image(2, 16, 8, 8)
+
+
+@refused("what a window folds depends on the window")
+def weighted_windows():
+    return S(conv(16, 24, 1), conv(24, 24, 3, groups=24)), image(2, 16, 8, 8)
+
+
 @refused("a window's elements are not neighbours")
 def dilated_pool():
     return S(conv(16, 24, 3), nn.MaxPool2d(2, dilation=2)), image(2, 16, 10, 10)
+
+
+@refused("weights that are laid out anew are read as values")
+def weights_as_values():
+    return Fn(lambda s, x: x @ s.w + s.w, w=torch.randn(16, 16)), torch.randn(16, 16)
 
 
 @refused("results are not stored")
@@ -414,6 +439,13 @@ def texts(cases) -> dict[str, Text]:
     return {
         n: Text(c.problem, c.strides, n) for n, c in cases.items() if isinstance(c.problem, Problem)
     }
+
+
+@pytest.fixture(scope="module")
+def by_address(cases, texts) -> dict[str, Text]:
+    """Texts for a caller that copies no tiles, of those that read some."""
+    some = {n: cases[n] for n, t in texts.items() if t.epilogue.tile_reads}
+    return {n: Text(c.problem, c.strides, f"{n}_far", tiles=False) for n, c in some.items()}
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -446,31 +478,41 @@ class HostEpilogue(Epilogue):
     def result(self, n: int, d: np.ndarray) -> np.ndarray:
         axes = self.axes(self.p.results[n].pooled)
         reads = [Load(r.tensor, r.index, r.pad) for r in self.tiles]
-        own = set(self.p.position_axes if self.p.results[n].pooled else self.p.cell_axes)
-        tiles = [
-            np.zeros(d.shape) if _axes(ld) & own else over(ld, axes, self.case.values)
-            for ld in reads
-        ]
+        here = self.p.results[n].pooled or not self.p.fold
+        tiles = [over(ld, axes, self.case.values) if here else np.zeros(d.shape) for ld in reads]
         return self.call(f"result{n}", self.case.values, d, tiles)
 
 
-def _axes(ld: Load) -> set:
-    return set().union(*map(mentioned, ld.index))
-
-
 @pytest.fixture(scope="module")
-def lib(texts, tmp_path_factory):
+def lib(texts, by_address, tmp_path_factory):
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    return library("".join(t.host_loops() for t in texts.values()), tmp_path_factory.mktemp("form"))
+    every = [*texts.values(), *by_address.values()]
+    return library("".join(t.host_loops() for t in every), tmp_path_factory.mktemp("form"))
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_the_text_computes_what_the_module_does(name: str, cases, texts, lib) -> None:
+def test_the_text_computes_what_the_module_does(name: str, cases, texts, by_address, lib) -> None:
     case = cases[name]
     halves = all(r.tensor.dtype in HALVES for r in case.problem.results)
     epilogue = HostEpilogue(case.problem, case, texts[name], lib)
     check(case, 2e-4 if halves else 5e-6, epilogue)
+    if name in by_address:
+        text = by_address[name]
+        assert text.epilogue.tile_reads == ()
+        assert "tile[" not in text.epilogue.text
+        check(case, 2e-4 if halves else 5e-6, HostEpilogue(case.problem, case, text, lib))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_text_stores_where_the_result_lies(name: str, cases, texts, lib) -> None:
+    p, case = cases[name].problem, cases[name]
+    for n, r in enumerate(p.results):
+        axes = Epilogue(p, case).axes(r.pooled)
+        places = [over(i, axes, case.values) for i in r.index]
+        want = sum(i * s for i, s in zip(places, case.strides[r.tensor], strict=True))
+        got = texts[name].elements(lib, n, tuple(a.extent for a in axes))
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cuda.bindings") is None, reason="needs NVRTC")
@@ -495,6 +537,7 @@ def test_reads_are_of_the_kind_that_their_place_allows(cases) -> None:
     assert kinds("residual") == ["feature", "tile"]
     assert kinds("residual_behind_a_pool") == ["feature", "tile"]
     assert kinds("residual_in_front_of_a_pool") == ["feature", "direct"]
+    assert kinds("a_residual_of_each_kind") == ["feature", "direct", "tile"]
     assert kinds("gate_of_each_channel") == ["feature", "direct"]
 
 

@@ -92,7 +92,7 @@ def test_coarse_forms_are_within_what_half_types_show(lib) -> None:
             assert error < 2e-4, f"{c.fn}: {error}"
             if c.fn in ("tanh", "erf"):
                 one = torch.special.erfc(-wide) if c.fn == "erf" else 2 * (2 * wide).sigmoid()
-                over = (1 + out.double() - one).abs() - 2e-4 * one - 2e-7
+                over = (1 + out.double() - one).abs() - 2e-4 * one - 4e-7
                 assert over.max() <= 0, f"1 + {c.fn}: {over.max()}"
 
 

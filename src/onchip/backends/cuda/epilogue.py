@@ -4,6 +4,7 @@
     features(a, batch, feature)
     before(a, acc, c, at)           a position's value, which windows fold
     resultN(a, acc, c, at, tile)    what is stored
+    elementN(at)                    where: elements from the result's first
 
 Every value has one name, after the operator whose it is. The text calls include/onchip/scalar.cuh.
 """
@@ -37,15 +38,17 @@ class Epilogue:
 
 
 def epilogue_text(
-    problem: Problem, pointer: Callable[[Tensor], str], strides: Mapping[Tensor, Strides]
-) -> Epilogue:
+    problem: Problem, pointer: Callable[[Tensor], str], strides: Mapping[Tensor, Strides],
+    tiles: bool = True,
+) -> Epilogue:  # fmt: skip
     """The functions of a problem's epilogue. pointer: the member of `Args` that points to a
     tensor's elements (spelling.STORAGE has their type); strides: elements, of all tensors that it
-    reads. Raises KeyError for a function without a CUDA spelling."""
+    reads or stores; tiles: whether the caller has the reads of that kind (else they are by address,
+    and `tile` is not used). Raises KeyError for a function without a CUDA spelling."""
     p = problem
-    tiles = tuple(r for r in p.reads if r.kind == "tile")
+    copied = tuple(r for r in p.reads if r.kind == "tile" and tiles)
     coarse = all(r.tensor.dtype in HALVES for r in p.results)
-    shared = _Shared(pointer, strides, coarse, {_key(r): n for n, r in enumerate(tiles)})
+    shared = _Shared(pointer, strides, coarse, {_key(r): n for n, r in enumerate(copied)})
     values = (p.before, *(r.value for r in p.results))
     fixed = _Fixed({p.feature_axis, p.batch_axis})
     hoisted = list(dict.fromkeys(e for v in values for e in fixed.parts(v)))
@@ -71,7 +74,14 @@ def epilogue_text(
         head = f"float before({given})" if n == 0 else head
         text = own.value(v)
         parts.append(_function(head, own.lines, text))
-    return Epilogue("\n\n".join(parts) + "\n", tiles)
+        if n:
+            r = p.results[n - 1]
+            place = _Function(shared, names, {})
+            where = from_linear(address(r.index, strides[r.tensor]))
+            text = place.index(where, extent(r.tensor.shape, strides[r.tensor]) > INT)
+            head = f"long long element{n - 1}(const Place& at)"
+            parts.append(_function(head, place.lines, text))
+    return Epilogue("\n\n".join(parts) + "\n", copied)
 
 
 def _function(head: str, lines: Sequence[str], result: str) -> str:

@@ -274,14 +274,17 @@ class _Form:
         """What the epilogue reads, each once."""
         early = set(loads(p.before))
         found: dict[Load, Read] = {}
-        for value, pooled, late in (
-            (p.before, False, False), *((r.value, r.pooled, True) for r in p.results),
-        ):  # fmt: skip
+        stored = [(r.value, r.pooled, r.pooled or not p.fold) for r in p.results]
+        for value, pooled, late in ((p.before, False, False), *stored):
             for ld in loads(value):
                 if _nested(ld.index):
                     raise Unfit(ld.src.name, "it is read at an index that is data")
                 if ld.src.dtype is DType.F64:
                     raise Unfit(ld.src.name, "float64 values")
+                if ld.src is p.w and p.w_constant:
+                    raise Unfit(
+                        ld.src.name, "weights that are laid out anew are read as values, too"
+                    )
                 kind = "direct"
                 used = set().union(*map(mentioned, ld.index))
                 if used <= {p.feature_axis, p.batch_axis}:

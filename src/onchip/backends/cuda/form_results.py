@@ -261,6 +261,8 @@ class _Reader:
         for fn, limit, outside in (("ge", 0, low < 0), ("lt", a.extent, high >= a.extent)):
             fitting = [x for x in tests if (x[0], x[2]) == (fn, limit) and apart(x[1], i) == 0]
             if outside and not fitting:
-                raise Unfit(t.name, "a window reads outside of the product")
+                raise Unfit(
+                    t.name, "a window reads outside of the product, or weights its elements"
+                )
             for x in fitting:
                 tests.remove(x)

@@ -28,7 +28,9 @@ VALUES = {
     DType.F32: "float",
 }
 # What a pointer to elements in memory points to.
-STORAGE = VALUES | {DType.F16: "unsigned short", DType.BF16: "unsigned short"}
+STORAGE = VALUES | {
+    DType.BOOL: "unsigned char", DType.F16: "unsigned short", DType.BF16: "unsigned short",
+}  # fmt: skip
 
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _TRUTH = {"logical_and": "&&", "logical_or": "||", "logical_xor": "!="}
@@ -203,4 +205,4 @@ def loaded(text: str, dtype: DType) -> str:
     """An element of memory in its compute type."""
     if dtype in (DType.BF16, DType.F16):
         return f"onchip::from_{'bf16' if dtype is DType.BF16 else 'fp16'}({text})"
-    return text
+    return f"({text} != 0)" if dtype is DType.BOOL else text

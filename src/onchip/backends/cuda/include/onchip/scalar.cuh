@@ -1,7 +1,7 @@
 // Scalar functions of the expression language that neither CUDA C++ nor half.cuh has. No headers but these:
 // NVRTC has the mathematical functions built in. Arguments of one call have one type; integers wrap.
 #pragma once
-#include "onchip/half.cuh"
+#include <onchip/half.cuh>
 
 namespace onchip {
 
