@@ -1,0 +1,356 @@
+"""Where everything of a tile lies: its input in shared memory, taps as shifts of it, the matrix
+unit's columns as positions, results. Plain arithmetic on a Problem and a Config, read by the text
+that is generated (kernel.py), by the model that chooses (model.py), and by the simulator of the
+tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import ceil, gcd, prod
+
+from onchip.backends.cuda.problem import Config, Line, Problem, Read
+
+GROUP = 8  # positions that lie side by side, row by row, for one instruction
+BLOCK = 64  # features of one instruction
+STEP_BYTES = 32  # of channels that one instruction multiplies
+LINE_BYTES = 128  # of a row of a tile of results
+ALIGNED = 1024  # bytes, where a permuted tile may start
+MOST_BOX = 256  # elements of one copy along a dimension
+
+
+def up(n: int, unit: int) -> int:
+    return -(-n // unit) * unit
+
+
+@dataclass(frozen=True, slots=True)
+class Taps:
+    """The taps of one line that read inputs of one residue modulo its stride.
+
+    residue  of the inputs; first: the tap's number, then every `every`-th
+    count    how many; shift: of the first, in positions; each further one is `apart` on
+    """
+
+    residue: int
+    first: int
+    every: int
+    count: int
+    shift: int
+    apart: int
+
+
+def taps_of(line: Line) -> tuple[Taps, ...]:
+    """The line's taps by residue: one class where the stride is 1."""
+    common = gcd(line.dilation, line.stride)
+    every, apart = line.stride // common, line.dilation // common
+    found = []
+    for first in range(min(every, line.taps)):
+        at = first * line.dilation - line.pad
+        count = len(range(first, line.taps, every))
+        found.append(Taps(at % line.stride, first, every, count, at // line.stride, apart))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A copy of the input: elements of one residue along each line. start: of the first element of
+    a tile whose positions begin at 0; taps: (rows of shared memory to shift by, number)."""
+
+    start: tuple[int, ...]
+    taps: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """One kernel's tile. All orders are innermost first."""
+
+    problem: Problem
+    config: Config
+
+    # ---- input ---------------------------------------------------------------------------------
+
+    @property
+    def chunk(self) -> int:
+        """Channels of a chunk."""
+        return self.config.row_bytes // self.problem.size
+
+    @property
+    def chunks(self) -> int:
+        return ceil(self.problem.channels / self.chunk)
+
+    @property
+    def k_steps(self) -> int:
+        """Instructions along a chunk's channels."""
+        return self.config.row_bytes // STEP_BYTES
+
+    @cached_property
+    def lines_taps(self) -> tuple[tuple[Taps, ...], ...]:
+        return tuple(map(taps_of, self.problem.lines))
+
+    @cached_property
+    def extents(self) -> tuple[int, ...]:
+        """Elements of each line in shared memory: the patch and what its taps shift by."""
+        return tuple(
+            p + max((t.count - 1) * t.apart for t in taps)
+            for p, taps in zip(self.config.patch, self.lines_taps, strict=True)
+        )
+
+    @cached_property
+    def row_steps(self) -> tuple[int, ...]:
+        """Rows of shared memory between two elements of each line."""
+        return tuple(prod(self.extents[:n]) for n in range(len(self.extents)))
+
+    @cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        """A tile's copies of the input for one chunk of channels, with their taps."""
+        lines = self.problem.lines
+        numbers = [prod(line.taps for line in lines[:n]) for n in range(len(lines))]
+        found = []
+        # innermost line fastest
+        for outer in product(*reversed(self.lines_taps)):
+            mine = outer[::-1]
+            start = tuple(
+                t.shift * line.stride + t.residue for t, line in zip(mine, lines, strict=True)
+            )
+            taps = []
+            for places in product(*(range(t.count) for t in reversed(mine))):
+                own = list(zip(places[::-1], mine, strict=True))
+                rows = sum(k * t.apart * s for (k, t), s in zip(own, self.row_steps, strict=True))
+                number = sum(
+                    (t.first + k * t.every) * n for (k, t), n in zip(own, numbers, strict=True)
+                )
+                taps.append((rows, number))
+            found.append(Phase(start, tuple(taps)))
+        return tuple(found)
+
+    @property
+    def steps(self) -> int:
+        """Weight tiles that a tile of results multiplies."""
+        return self.chunks * self.problem.taps
+
+    @property
+    def x_rows(self) -> int:
+        return prod(self.extents)
+
+    @cached_property
+    def outermost(self) -> int:
+        """The line that the copies of a chunk divide: the last one with more than one element."""
+        return max((n for n, e in enumerate(self.extents) if e > 1), default=0)
+
+    @property
+    def pieces(self) -> int:
+        """Copies of a chunk: one, unless programs share them or a line is longer than a copy."""
+        shared = self.config.x_shared
+        return shared * ceil(self.extents[self.outermost] / (MOST_BOX * shared))
+
+    @property
+    def piece(self) -> int:
+        """Elements of the outermost line in a copy."""
+        return ceil(self.extents[self.outermost] / self.pieces)
+
+    @cached_property
+    def copied(self) -> tuple[int, ...]:
+        """Elements of each line in one copy."""
+        return tuple(self.piece if n == self.outermost else e for n, e in enumerate(self.extents))
+
+    @property
+    def x_bytes(self) -> int:
+        """Of a chunk of input, as the copies count them."""
+        return self.pieces * prod(self.copied) * self.config.row_bytes
+
+    @property
+    def x_box(self) -> tuple[int, ...]:
+        """Elements that a copy spans along each line."""
+        lines = zip(self.copied, self.problem.lines, strict=True)
+        return tuple((n - 1) * line.stride + 1 for n, line in lines)
+
+    # ---- columns: positions --------------------------------------------------------------------
+
+    @property
+    def groups(self) -> int:
+        """Groups of 8 positions in one instruction."""
+        return self.config.patch[0] // GROUP if self.config.along == 0 else self.config.patch[1]
+
+    @property
+    def columns(self) -> int:
+        """Of one instruction."""
+        return GROUP * self.groups
+
+    @property
+    def group_rows(self) -> int:
+        """Rows of shared memory between two groups of an instruction."""
+        return GROUP if self.config.along == 0 else self.row_steps[1]
+
+    @cached_property
+    def strips(self) -> tuple[int, ...]:
+        """The first row of shared memory of each instruction that covers the patch."""
+        patch, steps = self.config.patch, self.row_steps
+        if self.config.along == 0:
+            free = [(range(p), s) for p, s in zip(patch[1:], steps[1:], strict=True)]
+        else:
+            across = (range(0, patch[0], GROUP), 1)
+            free = [across, *((range(p), s) for p, s in zip(patch[2:], steps[2:], strict=True))]
+        return tuple(
+            sum(n * s for n, (_, s) in zip(at[::-1], free, strict=True))
+            for at in product(*(r for r, _ in reversed(free)))
+        )
+
+    @property
+    def accumulators(self) -> int:
+        """Registers of a thread that hold sums."""
+        return self.config.blocks * len(self.strips) * self.columns // 2
+
+    # ---- results -------------------------------------------------------------------------------
+
+    @cached_property
+    def staged(self) -> bool:
+        """Windows are folded from shared memory, since no thread holds all of one."""
+        if not self.problem.pools:
+            return False
+        for n, (line, p) in enumerate(zip(self.problem.lines, self.config.patch, strict=True)):
+            disjoint = line.hop == line.window and line.lead == 0
+            inside = line.hop * (line.cells - 1) + line.window <= line.positions
+            if not disjoint or not inside or p % line.window or (n == 0 and line.window > 2):
+                return True
+        return False
+
+    @cached_property
+    def cells(self) -> tuple[int, ...]:
+        """Cells of a tile along each line; positions where nothing is pooled."""
+        return tuple(
+            (p - line.window) // line.hop + 1
+            for p, line in zip(self.config.patch, self.problem.lines, strict=True)
+        )
+
+    @cached_property
+    def tiles(self) -> tuple[int, ...]:
+        """Of results along each line."""
+        return tuple(
+            ceil((line.cells if self.problem.pools else line.positions) / c)
+            for line, c in zip(self.problem.lines, self.cells, strict=True)
+        )
+
+    @property
+    def tile_features(self) -> int:
+        return BLOCK * self.config.blocks * self.config.split
+
+    @property
+    def feature_tiles(self) -> int:
+        return ceil(self.problem.features / self.tile_features)
+
+    @property
+    def position_tiles(self) -> int:
+        return prod(self.tiles)
+
+    @property
+    def work(self) -> int:
+        """Tiles, or groups of tiles, that a cluster takes at a time."""
+        features = ceil(self.feature_tiles / self.config.x_shared)
+        return features * ceil(self.position_tiles / self.config.w_shared) * self.problem.batch
+
+    @property
+    def threads(self) -> int:
+        """Of a program: its warpgroups, a warp that fetches operands, one that fetches reads."""
+        return 128 * self.config.teams * self.config.split + 32 * (1 + bool(self.tile_reads))
+
+    # ---- shared memory -------------------------------------------------------------------------
+
+    @property
+    def w_bytes(self) -> int:
+        """Of a tile of weights: the tile's features times a chunk of channels."""
+        return self.tile_features * self.config.row_bytes
+
+    @property
+    def w_tiles(self) -> int:
+        return self.config.w_stages or self.steps
+
+    @property
+    def x_slot(self) -> int:
+        return up(self.x_bytes, ALIGNED)
+
+    @property
+    def wide(self) -> bool:
+        """Results are staged in float32, not in a half type."""
+        kinds = {r.tensor.dtype.size for r in self.problem.results}
+        return max(kinds) > 2 or self.problem.fold == "sum"
+
+    def result_bytes(self, rows: int, size: int) -> int:
+        """Of one block of features of a tile of results (or of what is folded)."""
+        return up(rows, GROUP) * LINE_BYTES * (1 if size == 2 else 2)
+
+    @cached_property
+    def tile_reads(self) -> tuple[Read, ...]:
+        """What the epilogue reads by tiles; element by element where windows are folded from shared
+        memory."""
+        return () if self.staged else tuple(r for r in self.problem.reads if r.kind == "tile")
+
+    @cached_property
+    def in_place(self) -> bool:
+        """The one result takes the place of the first read."""
+        results = self.problem.results
+        if len(results) > 1 or not self.tile_reads or not results[0].tile:
+            return False
+        return results[0].tensor.dtype.size == self.tile_reads[0].tensor.dtype.size
+
+    @cached_property
+    def tile_bytes(self) -> int:
+        """Of a warpgroup's results on their way out, all blocks of features."""
+        sizes = [
+            self.result_bytes(
+                prod(self.cells if r.pooled else self.config.patch), r.tensor.dtype.size
+            )
+            for r in self.problem.results
+            if r.tile and not (r.pooled and self.staged) and not self.in_place
+        ]
+        if self.staged:
+            sizes.append(self.result_bytes(prod(self.config.patch), 4 if self.wide else 2))
+        return self.config.blocks * max(sizes, default=0)
+
+    @cached_property
+    def read_bytes(self) -> int:
+        """Of a warpgroup's tiles that the epilogue reads."""
+        return self.config.blocks * sum(
+            self.result_bytes(prod(self.cells), r.tensor.dtype.size) for r in self.tile_reads
+        )
+
+    @property
+    def r_stages(self) -> int:
+        return self.config.r_stages if self.tile_reads else 0
+
+    @property
+    def turns(self) -> bool:
+        """Teams multiply one after the other: a ring is so short that two of its rounds could be
+        taken for each other by a team that skips the tiles of others."""
+        others, c = self.config.teams - 1, self.config
+        skipped = others * self.chunks * len(self.phases)
+        return others > 0 and (c.x_stages <= skipped or 0 < c.w_stages <= others * self.steps)
+
+    @property
+    def barriers(self) -> int:
+        """Of 8 bytes each: full and empty for every slot, a turn for each team, and one for each
+        warpgroup that adds up."""
+        c = self.config
+        return 2 * (c.x_stages + self.w_tiles + self.r_stages) + c.teams + c.teams * c.split
+
+    @property
+    def shared_bytes(self) -> int:
+        """What a program asks for, with what alignment may cost."""
+        c = self.config
+        return (
+            ALIGNED
+            + self.w_tiles * self.w_bytes
+            + c.x_stages * self.x_slot
+            + c.teams * c.split * self.tile_bytes
+            + self.r_stages * c.split * self.read_bytes
+            + 8 * self.barriers
+        )
+
+    @property
+    def operand_bytes(self) -> int:
+        return self.w_tiles * self.w_bytes + self.config.x_stages * self.x_slot
+
+    @property
+    def partial_bytes(self) -> int:
+        """Of a program's sums, where programs share a tile."""
+        return self.config.split * self.accumulators * 128 * 4

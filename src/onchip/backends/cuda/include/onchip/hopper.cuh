@@ -1,0 +1,295 @@
+// What sm_90a adds, one function an instruction: barriers in shared memory that count bytes, the
+// copy engine, and products of a warpgroup. (PTX ISA, sections mbarrier, cp.async.bulk.tensor, wgmma.)
+#pragma once
+
+#define DEVICE static __device__ __forceinline__
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+// A CUtensorMap: opaque, made by the driver.
+struct alignas(64) TensorMap { unsigned char bytes[128]; };
+
+DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// ---- barriers ----------------------------------------------------------------------------------
+
+DEVICE void barrier_init(u32 barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+DEVICE void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Arrive at the same barrier of another program of the cluster. It orders nothing but what the copy
+// engine does: a release at the cluster's scope waits for this thread's memory, a slot's turn needs
+// none of it.
+DEVICE void barrier_arrive_at(u32 barrier, u32 program) {
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
+        "r"(program)
+        : "memory");
+}
+// The same, and what this thread has written to shared memory is there for who waits.
+DEVICE void barrier_release_at(u32 barrier, u32 program) {
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
+        "r"(program)
+        : "memory");
+}
+DEVICE void barrier_expect(u32 barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+// A wait that would never end ends the kernel with an error instead.
+constexpr u64 LONGEST_WAIT = 4000000000;  // nanoseconds
+DEVICE void still_waiting(u64& since) {
+    u64 now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    if (!since) since = now;
+    if (now - since > LONGEST_WAIT) __trap();
+}
+#define TRY(SCOPE)                                                                             \
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity" SCOPE                           \
+                 ".shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"                      \
+                 : "=r"(done)                                                                  \
+                 : "r"(barrier), "r"(parity)                                                   \
+                 : "memory")
+DEVICE void barrier_wait(u32 barrier, u32 parity) {
+    u32 done = 0;
+    u64 since = 0;
+    do {
+        TRY("");
+        if (!done) still_waiting(since);
+    } while (!done);
+}
+// Until programs of the cluster have released what they wrote.
+DEVICE void barrier_acquire(u32 barrier, u32 parity) {
+    u32 done = 0;
+    u64 since = 0;
+    do {
+        TRY(".acquire.cluster");
+        if (!done) still_waiting(since);
+    } while (!done);
+}
+#undef TRY
+DEVICE void barriers_ready() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// What this thread has written to shared memory is there for the copy engine and the matrix unit.
+DEVICE void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void group_barrier(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- launches ----------------------------------------------------------------------------------
+
+DEVICE void wait_for_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEVICE void start_next_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+DEVICE u32 cluster_rank() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+DEVICE void cluster_barrier() {
+    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// ---- the copy engine ---------------------------------------------------------------------------
+
+DEVICE void prefetch(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+#define LOAD "cp.async.bulk.tensor."
+#define LOAD_END ".shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+// A box at coordinates c of a map of RANK dimensions, to shared memory; `full` counts its bytes.
+template <int RANK>
+DEVICE void load_box(u32 to, const TensorMap* map, u32 full, const int (&c)[5]) {
+    if constexpr (RANK == 1)
+        asm volatile(LOAD "1d" LOAD_END " [%0], [%1, {%3}], [%2];" ::"r"(to), "l"(map), "r"(full),
+                     "r"(c[0])
+                     : "memory");
+    if constexpr (RANK == 2)
+        asm volatile(LOAD "2d" LOAD_END " [%0], [%1, {%3,%4}], [%2];" ::"r"(to), "l"(map), "r"(full),
+                     "r"(c[0]), "r"(c[1])
+                     : "memory");
+    if constexpr (RANK == 3)
+        asm volatile(LOAD "3d" LOAD_END " [%0], [%1, {%3,%4,%5}], [%2];" ::"r"(to), "l"(map),
+                     "r"(full), "r"(c[0]), "r"(c[1]), "r"(c[2])
+                     : "memory");
+    if constexpr (RANK == 4)
+        asm volatile(LOAD "4d" LOAD_END " [%0], [%1, {%3,%4,%5,%6}], [%2];" ::"r"(to), "l"(map),
+                     "r"(full), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3])
+                     : "memory");
+    if constexpr (RANK == 5)
+        asm volatile(LOAD "5d" LOAD_END " [%0], [%1, {%3,%4,%5,%6,%7}], [%2];" ::"r"(to), "l"(map),
+                     "r"(full), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]), "r"(c[4])
+                     : "memory");
+}
+// The same box into the shared memory of every program in `programs` (bits), at the same place;
+// each one's own barrier counts.
+#define SPREAD LOAD_END ".multicast::cluster"
+template <int RANK>
+DEVICE void spread_box(u32 to, const TensorMap* map, u32 full, const int (&c)[5], u16 programs) {
+    if constexpr (RANK == 2)
+        asm volatile(LOAD "2d" SPREAD " [%0], [%1, {%3,%4}], [%2], %5;" ::"r"(to), "l"(map),
+                     "r"(full), "r"(c[0]), "r"(c[1]), "h"(programs)
+                     : "memory");
+    if constexpr (RANK == 3)
+        asm volatile(LOAD "3d" SPREAD " [%0], [%1, {%3,%4,%5}], [%2], %6;" ::"r"(to), "l"(map),
+                     "r"(full), "r"(c[0]), "r"(c[1]), "r"(c[2]), "h"(programs)
+                     : "memory");
+    if constexpr (RANK == 4)
+        asm volatile(LOAD "4d" SPREAD " [%0], [%1, {%3,%4,%5,%6}], [%2], %7;" ::"r"(to), "l"(map),
+                     "r"(full), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]), "h"(programs)
+                     : "memory");
+    if constexpr (RANK == 5)
+        asm volatile(LOAD "5d" SPREAD " [%0], [%1, {%3,%4,%5,%6,%7}], [%2], %8;" ::"r"(to), "l"(map),
+                     "r"(full), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]), "r"(c[4]), "h"(programs)
+                     : "memory");
+}
+#undef SPREAD
+#undef LOAD
+#undef LOAD_END
+#define STORE "cp.async.bulk.tensor."
+#define STORE_END ".global.shared::cta.bulk_group"
+// A box from shared memory; what lies outside of the map's tensor is left out.
+template <int RANK>
+DEVICE void store_box(const TensorMap* map, u32 from, const int (&c)[5]) {
+    if constexpr (RANK == 1)
+        asm volatile(STORE "1d" STORE_END " [%0, {%2}], [%1];" ::"l"(map), "r"(from), "r"(c[0])
+                     : "memory");
+    if constexpr (RANK == 2)
+        asm volatile(STORE "2d" STORE_END " [%0, {%2,%3}], [%1];" ::"l"(map), "r"(from), "r"(c[0]),
+                     "r"(c[1])
+                     : "memory");
+    if constexpr (RANK == 3)
+        asm volatile(STORE "3d" STORE_END " [%0, {%2,%3,%4}], [%1];" ::"l"(map), "r"(from),
+                     "r"(c[0]), "r"(c[1]), "r"(c[2])
+                     : "memory");
+    if constexpr (RANK == 4)
+        asm volatile(STORE "4d" STORE_END " [%0, {%2,%3,%4,%5}], [%1];" ::"l"(map), "r"(from),
+                     "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3])
+                     : "memory");
+    if constexpr (RANK == 5)
+        asm volatile(STORE "5d" STORE_END " [%0, {%2,%3,%4,%5,%6}], [%1];" ::"l"(map), "r"(from),
+                     "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]), "r"(c[4])
+                     : "memory");
+}
+#undef STORE
+#undef STORE_END
+DEVICE void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until all but so many of the stores of this thread have read shared memory; until all are done.
+template <int LEFT>
+DEVICE void stores_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
+}
+DEVICE void stores_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// ---- products of a warpgroup -------------------------------------------------------------------
+
+DEVICE void products_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT>
+DEVICE void products_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+// An operand in shared memory, rows of ROW bytes (128, 64 or 32) whose 16-byte parts are permuted;
+// between groups of 8 rows lie `apart` bytes. Adding bytes / 16 moves it: the hardware permutes by
+// the address, so that any row may be the first one.
+template <int ROW>
+DEVICE u64 operand(u32 address, int apart) {
+    constexpr u64 mode = ROW == 128 ? 1 : ROW == 64 ? 2 : 3;
+    return (u64)((address & 0x3FFFF) >> 4) | (1ull << 16) | ((u64)(apart >> 4) << 32) | (mode << 62);
+}
+
+// ---- tiles in shared memory --------------------------------------------------------------------
+
+// 8x8 matrices of 16-bit elements, four or two at a time, transposed on their way: a thread holds two
+// neighbours of a column.
+DEVICE void store_matrices(u32 at, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at),
+                 "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+}
+DEVICE void store_matrices(u32 at, u32 a, u32 b) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(at), "r"(a),
+                 "r"(b)
+                 : "memory");
+}
+DEVICE void load_matrices(u32 at, u32& a, u32& b, u32& c, u32& d) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
+                 : "r"(at)
+                 : "memory");
+}
+DEVICE void load_matrices(u32 at, u32& a, u32& b) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
+                 : "=r"(a), "=r"(b)
+                 : "r"(at)
+                 : "memory");
+}
+DEVICE void store_word(u32 at, u32 v) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
+}
+DEVICE u32 load_word(u32 at) {
+    u32 v;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
+    return v;
+}
+DEVICE void store_four(u32 at, float a, float b, float c, float d) {
+    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(a), "f"(b), "f"(c), "f"(d)
+                 : "memory");
+}
+// Of the same place in another program of the cluster.
+DEVICE float4 load_four_of(u32 at, u32 program) {
+    float4 v;
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
+        "ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [there];\n}"
+        : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+        : "r"(at), "r"(program)
+        : "memory");
+    return v;
+}
+DEVICE uint4 load_part(u32 at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(at)
+                 : "memory");
+    return v;
+}
+
+// ---- element types -----------------------------------------------------------------------------
+
+DEVICE float bf16_float(u32 x) { return __uint_as_float(x << 16); }
+DEVICE float fp16_float(u32 x) {
+    float r;
+    asm("{\n.reg .b16 h;\ncvt.u16.u32 h, %1;\ncvt.f32.f16 %0, h;\n}" : "=f"(r) : "r"(x));
+    return r;
+}
+// Two halves in a word, the first one low.
+DEVICE u32 pack_bf16(float low, float high) {
+    u32 r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+DEVICE u32 pack_fp16(float low, float high) {
+    u32 r;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+DEVICE float larger(float a, float b) {
+    float r;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+DEVICE float smaller(float a, float b) {
+    float r;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}

@@ -1,0 +1,375 @@
+"""The text of one engine kernel: sizes and an epilogue around the main loop of `include/`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import ceil, prod
+
+from onchip.backends.cuda.epilogue import epilogue_text
+from onchip.backends.cuda.geometry import BLOCK, Geometry
+from onchip.backends.cuda.limits import refusal
+from onchip.backends.cuda.problem import Config, Line, Problem, Result
+from onchip.backends.cuda.source import CudaSource, Pointer, Strides, TensorMap
+from onchip.backends.cuda.weights import packed_weights
+from onchip.fusion.machine import HOPPER, Gpu
+from onchip.fusion.refusal import Refusal, Rule
+from onchip.ir.dtype import DType
+from onchip.ir.expr import Axis, Expr, Tensor
+from onchip.ir.index import linear
+
+LINES = 4  # that the main loop counts; those that a problem lacks have one element
+INSTRUCTIONS = {"bf16": ("bf16", 16), "fp16": ("f16", 16), "tf32": ("tf32", 8)}
+MAP_KINDS = {"bf16": "bf16", "fp16": "fp16", "tf32": "fp32"}
+KINDS = {DType.BF16: "bf16", DType.F16: "fp16", DType.F32: "fp32"}
+POINTED = {
+    DType.F32: "float", DType.BF16: "u16", DType.F16: "u16", DType.F64: "double",
+    DType.I64: "long long", DType.I32: "int", DType.I16: "short", DType.I8: "signed char",
+    DType.U8: "unsigned char", DType.BOOL: "unsigned char",
+}  # fmt: skip
+NEAR = 16  # tiles of features that follow each other over the same positions, at most
+
+
+def emit(
+    problem: Problem,
+    config: Config,
+    gpu: Gpu,
+    strides: Mapping[Tensor, Strides],
+    name: str = "contraction",
+    comment: str = "",
+    late: frozenset[Tensor] = frozenset(),
+) -> CudaSource | Refusal:
+    """The kernel of a problem by one choice. strides: elements, of every tensor; late: inputs that
+    are derived at load."""
+    g = Geometry(problem, config)
+    if gpu.capability != HOPPER:
+        text = f"sm_{gpu.capability}: there is a main loop for sm_{HOPPER} only"
+        return Refusal(Rule.CONTRACTION_FORM, problem.results[0].tensor.name, text)
+    if problem.kind not in INSTRUCTIONS:
+        text = f"no main loop for {problem.kind}"
+        return Refusal(Rule.CONTRACTION_FORM, problem.results[0].tensor.name, text)
+    refused = refusal(g, gpu.shared_bytes)
+    if refused:
+        return refused
+    return _Emitter(g, gpu, strides, name, comment, late).source()
+
+
+class _Emitter:
+    def __init__(
+        self,
+        g: Geometry,
+        gpu: Gpu,
+        strides: Mapping[Tensor, Strides],
+        name: str,
+        comment: str,
+        late: frozenset[Tensor],
+    ) -> None:
+        self.g, self.p, self.c = g, g.problem, g.config
+        self.gpu, self.strides, self.name, self.comment = gpu, strides, name, comment
+        self.w = packed_weights(self.p, g.chunk) if self.p.w_constant else self.p.w
+        # the weights' tensor among the inputs is the one that the kernel reads
+        read = dict.fromkeys([self.p.x, *(r.tensor for r in self.p.reads), self.w])
+        derived = late | ({self.w} if self.p.w_constant else set())
+        self.inputs = tuple(sorted(read, key=lambda t: t in derived))
+        self.outputs = tuple(dict.fromkeys(r.tensor for r in self.p.results))
+        self.numbers = {t: n for n, t in enumerate((*self.inputs, *self.outputs))}
+
+    def pointer(self, t: Tensor) -> str:
+        return f"t{self.numbers[t]}"
+
+    # ---- the text ------------------------------------------------------------------------------
+
+    def source(self) -> CudaSource:
+        p, g = self.p, self.g
+        self.epilogue = epilogue_text(p, self.pointer)
+        self.reads = g.tile_reads
+        maps = [self._x_map(), self._w_map()]
+        tiled = [r for r in p.results if r.tile]
+        maps += [self._tile_map(r.tensor, r.index, r.pooled) for r in tiled]
+        maps += [self._tile_map(r.tensor, r.index, p.pools) for r in self.reads]
+        pointers = [Pointer(n) for n in range(len(self.numbers))]
+        text = "\n\n".join(
+            [
+                "".join(f"// {line}\n" for line in self.comment.splitlines())
+                + f"// {self.c.label}",
+                "#include <onchip/hopper.cuh>",
+                self._sizes(),
+                self._arguments(),
+                "struct Place {\n    int batch, feature, at[4];\n};",
+                self.epilogue.text,
+                self._dispatch(),
+                self._product(),
+                "#include <onchip/engine.cuh>",
+                self._function(len(tiled)),
+            ]
+        )
+        return CudaSource(
+            text,
+            self.name,
+            (*maps, *pointers),
+            self.programs,
+            g.threads,
+            g.shared_bytes,
+            self.inputs,
+            self.outputs,
+            cluster=self.c.cluster,
+        )
+
+    @property
+    def programs(self) -> int:
+        """Of the launch: one a multiprocessor, each with the same tiles of features if its weights
+        stay; of those that share a tile's channels, one for each part."""
+        cluster = self.c.cluster
+        if self.c.k_split > 1:
+            return self.g.work * cluster
+        most = self.gpu.multiprocessors // cluster
+        if not self.c.w_stages:
+            features = ceil(self.g.feature_tiles / self.c.x_shared)
+            most = max(most // features, 1) * features
+        return min(self.g.work, most) * cluster
+
+    def _sizes(self) -> str:
+        g, p, c = self.g, self.p, self.c
+        features = ceil(g.feature_tiles / c.x_shared)
+        near = max(n for n in range(1, NEAR + 1) if features % n == 0)
+        if not c.w_stages:
+            near = features
+        begins = [0]
+        for phase in g.phases:
+            begins.append(begins[-1] + len(phase.taps))
+        taps = [t for phase in g.phases for t in phase.taps]
+        reads = [r.tensor.dtype.size for r in self.reads]
+        blocks = [g.result_bytes(prod(g.cells), size) for size in reads]
+        starts = [c.blocks * sum(blocks[:n]) for n in range(len(blocks))]
+        read = sum(prod(g.cells) * BLOCK * s for s in reads) * c.blocks * c.split
+        scalars = {
+            "TEAMS": c.teams, "SPLIT": c.split, "BLOCKS": c.blocks, "ALONG": c.along,
+            "GROUPS": g.groups, "STRIPS": len(g.strips), "GROUP_ROWS": g.group_rows,
+            "ROW": c.row_bytes, "CHUNK": g.chunk, "CHUNKS": g.chunks, "K_STEPS": g.k_steps,
+            "TAPS": p.taps, "PHASES": len(g.phases), "LINES": len(p.lines),
+            "X_SLOT": g.x_slot, "X_BYTES": g.x_bytes, "X_STAGES": c.x_stages,
+            "X_RANK": 1 + len(p.lines) + (p.batch > 1), "X_BATCHED": int(p.batch > 1),
+            "PIECES": g.pieces, "PIECE": g.piece, "OUTERMOST": g.outermost,
+            "W_BYTES": g.w_bytes, "W_STAGES": c.w_stages, "W_PACKED": int(p.w_constant),
+            "W_RANK": 2 if p.w_constant or p.batch == 1 else 3,
+            "FEATURES": p.features, "FEATURE_TILES": g.feature_tiles, "FEATURE_GROUP": near,
+            "BATCH": p.batch, "POSITION_TILES": g.position_tiles, "WORK": g.work,
+            "CLUSTER": c.cluster, "K_SPLIT": c.k_split,
+            "X_SHARED": c.x_shared, "W_SHARED": c.w_shared, "TURNS": int(g.turns),
+            "TILE_BYTES": g.tile_bytes, "READ_BYTES": g.read_bytes, "R_STAGES": g.r_stages,
+            "IN_PLACE": int(g.in_place),
+            "TILE_RANK": 1 + len(p.lines) + (p.batch > 1),
+            "READS": len(reads), "READ_TX": read,
+            "RESULTS": len(p.results), "STAGED": int(g.staged), "WIDE": int(g.wide),
+        }  # fmt: skip
+        folds = {"max": "'M'", "min": "'m'", "sum": "'s'", "": "0"}
+        half = any(r.tensor.dtype is DType.F16 for r in (*p.results, *p.reads))
+        lines = [*p.lines, *[Line(1, 1, 1, cells=1)] * (LINES - len(p.lines))]
+        arrays = {
+            "STRIP_ROW": g.strips,
+            "PHASE_BEGIN": begins,
+            "PATCH": _padded(c.patch),
+            "CELLS": _padded(g.cells),
+            "TILES": _padded(g.tiles),
+            "STRIDE": [x.stride for x in lines],
+            "HOP": [x.hop for x in lines],
+            "LEAD": [x.lead for x in lines],
+            "WINDOW": [x.window for x in lines],
+            "POSITIONS": [x.positions for x in lines],
+            "ALL_CELLS": [x.cells if p.pools else x.positions for x in lines],
+            "RESULT_SIZE": [r.tensor.dtype.size for r in p.results],
+            "RESULT_POOLED": [int(r.pooled and p.pools) for r in p.results],
+            "RESULT_TILE": [int(r.tile) for r in p.results],
+            "READ_SIZE": reads or [0],
+            "READ_AT": starts or [0],
+            "READ_BLOCK": blocks or [0],
+        }
+        out = [f"constexpr int {k} = {v};" for k, v in scalars.items()]
+        out += [f"constexpr char FOLD = {folds[p.fold if p.pools else '']};"]
+        out += [f"constexpr char HALF = '{'h' if half else 'b'}';"]
+        out += [f"__device__ constexpr int {k}[] = {_list(v)};" for k, v in arrays.items()]
+        starts_of = ", ".join(_list(_padded(phase.start, 0)) for phase in g.phases)
+        out.append(f"__device__ constexpr int START[][{LINES}] = {{{starts_of}}};")
+        for k, n in (("TAP_ROWS", 0), ("TAP_NUMBER", 1)):
+            out.append(f"__device__ constexpr int {k}[] = {_list([t[n] for t in taps])};")
+        return "namespace cfg {\n" + "\n".join(out) + "\n}"
+
+    def _arguments(self) -> str:
+        fields = []
+        for t in self.inputs:
+            fields.append(f"const {POINTED[t.dtype]}* {self.pointer(t)};")
+        for t in self.outputs:
+            fields.append(f"{POINTED[t.dtype]}* {self.pointer(t)};")
+        return "struct Args {\n" + "\n".join(f"    {f}" for f in fields) + "\n};"
+
+    def _dispatch(self) -> str:
+        """The results by number, and how one element, or some neighbouring ones, is stored."""
+        values, puts, all_puts = [], [], []
+        for n, r in enumerate(self.p.results):
+            values.append(f"    if constexpr (R == {n}) return result{n}(a, acc, c, at, tile);")
+            where = f"a.{self.pointer(r.tensor)} + {self._address(r)}"
+            half = "b" if r.tensor.dtype is DType.BF16 else "h"
+            if r.tensor.dtype is DType.F32:
+                store = f"*({where}) = v;"
+                several = "float4 w = make_float4(v[0], v[1], v[2], v[3]); *(float4*)to = w;"
+            else:
+                pack = "pack_bf16" if half == "b" else "pack_fp16"
+                store = f"*({where}) = (u16){pack}(v, 0.f);"
+                several = (
+                    f'u32 w[N / 2]; _Pragma("unroll") for (int i = 0; i < N / 2; i++) '
+                    f"w[i] = {pack}(v[2 * i], v[2 * i + 1]); "
+                    "if constexpr (N == 8) *(uint4*)to = make_uint4(w[0], w[1], w[2], w[3]); "
+                    "else *(uint2*)to = make_uint2(w[0], w[1]);"
+                )
+            puts.append(f"    if constexpr (R == {n}) {store}")
+            all_puts.append(f"    if constexpr (R == {n}) {{ auto* to = {where}; {several} }}")
+        takes = "const Args& a, float acc, const Features& c, const Place& at, const float* tile"
+        return "\n".join(
+            [
+                f"template <int R>\nDEVICE float result({takes}) {{",
+                *values,
+                "}",
+                "template <int R>\nDEVICE void put(const Args& a, const Place& at, float v) {",
+                *puts,
+                "}",
+                "template <int R, int N>\n"
+                "DEVICE void put_all(const Args& a, const Place& at, const float (&v)[N]) {",
+                *all_puts,
+                "}",
+            ]
+        )
+
+    def _axes(self, pooled: bool) -> tuple[Axis, ...]:
+        return self.p.cell_axes if pooled else self.p.position_axes
+
+    def _address(self, r: Result) -> str:
+        step = self._steps(r.tensor, r.index)
+        offset = step.pop(None, 0)
+        names = {self.p.feature_axis: "at.feature", self.p.batch_axis: "at.batch"}
+        names |= {a: f"at.at[{n}]" for n, a in enumerate(self._axes(r.pooled))}
+        terms = [f"(long long){names[a]} * {s}" for a, s in step.items() if s]  # type: ignore[index]
+        return " + ".join([*terms, str(offset)])
+
+    def _steps(self, t: Tensor, index: Iterable[Expr]) -> dict[Axis | None, int]:
+        """Elements between neighbours along each axis of an index; under None, before the first."""
+        out: dict[Axis | None, int] = {}
+        for i, s in zip(index, self.strides[t], strict=True):
+            form = linear(i)
+            out[None] = out.get(None, 0) + form.constant * s
+            for atom, k in form.terms:
+                assert isinstance(atom, Axis), "a tile's index is affine"
+                out[atom] = out.get(atom, 0) + k * s
+        return out
+
+    def _product(self) -> str:
+        """One instruction: 64 features by the columns of a strip, 32 bytes of channels."""
+        n = self.g.columns
+        kind, depth = INSTRUCTIONS[self.p.kind]
+        half = n // 2
+        regs = ", ".join(f"%{i}" for i in range(half))
+        outs = ", ".join(f'"+f"(d[{i}])' for i in range(half))
+        order = "" if self.p.kind == "tf32" else ", 0, 0"
+        return (
+            f"DEVICE void product(float (&d)[{half}], u64 a, u64 b, u32 add) {{\n"
+            f'    asm volatile(\n        "{{\\n.reg .pred p;\\nsetp.ne.u32 p, %{half + 2}, 0;\\n"\n'
+            f'        "wgmma.mma_async.sync.aligned.m{BLOCK}n{n}k{depth}.f32.{kind}.{kind} "\n'
+            f'        "{{{regs}}}, "\n'
+            f'        "%{half}, %{half + 1}, p, 1, 1{order};\\n}}"\n'
+            f'        : {outs}\n        : "l"(a), "l"(b), "r"(add));\n}}'
+        )
+
+    def _function(self, results: int) -> str:
+        maps = ["x", "w", *(f"result{n}" for n in range(results))]
+        maps += [f"read{n}" for n in range(len(self.reads))]
+        taken = [f"const __grid_constant__ TensorMap {m}_map" for m in maps]
+        fields = []
+        for t in self.inputs:
+            taken.append(f"const {POINTED[t.dtype]}* {self.pointer(t)}")
+            fields.append(self.pointer(t))
+        for t in self.outputs:
+            taken.append(f"{POINTED[t.dtype]}* {self.pointer(t)}")
+            fields.append(self.pointer(t))
+        places, at = [], 0
+        for r in self.p.results:
+            places.append(f"&result{at}_map" if r.tile else "nullptr")
+            at += r.tile
+        reads = [f"&read{n}_map" for n in range(len(self.reads))] or ["nullptr"]
+        head = ",\n    ".join(taken)
+        return "\n".join(
+            [
+                f'extern "C" __global__ void __launch_bounds__({self.g.threads}, 1) {self.name}(',
+                f"    {head}) {{",
+                f"    const Args a = {{{', '.join(fields)}}};",
+                f"    const TensorMap* const results[] = {{{', '.join(places)}}};",
+                f"    const TensorMap* const reads[] = {{{', '.join(reads)}}};",
+                "    engine::run(a, &x_map, &w_map, results, reads);",
+                "}",
+            ]
+        )
+
+    # ---- how the copy engine sees tensors ------------------------------------------------------
+
+    def _x_map(self) -> TensorMap:
+        p, g = self.p, self.g
+        several = p.batch > 1
+        return TensorMap(
+            self.numbers[p.x],
+            MAP_KINDS[p.kind],
+            p.x_offset,
+            (p.channels, *(x.size for x in p.lines), *[p.batch] * several),
+            tuple(s * p.size for s in (*(x.step for x in p.lines), *[p.x_batch] * several)),
+            (g.chunk, *g.x_box, *[1] * several),
+            (1, *(x.stride for x in p.lines), *[1] * several),
+            self.c.row_bytes,
+        )
+
+    def _w_map(self) -> TensorMap:
+        p, g = self.p, self.g
+        if p.w_constant:
+            rows = p.batch * p.taps * g.chunks * p.features
+            sizes, steps = (g.chunk, rows), (g.chunk,)
+        else:
+            sizes, steps = (p.channels, p.features), (p.w_step,)
+            if p.batch > 1:
+                sizes, steps = (*sizes, p.batch), (*steps, p.w_batch)
+        box = (g.chunk, g.tile_features // self.c.w_shared, 1)[: len(sizes)]
+        return TensorMap(
+            self.numbers[self.w],
+            MAP_KINDS[p.kind],
+            p.w_offset,
+            sizes,
+            tuple(s * p.size for s in steps),
+            box,
+            (1,) * len(sizes),
+            self.c.row_bytes,
+        )
+
+    def _tile_map(self, t: Tensor, index: tuple[Expr, ...], pooled: bool) -> TensorMap:
+        """A result, or what the epilogue reads, by tiles: 128 bytes of features."""
+        p, g = self.p, self.g
+        pooled = pooled and p.pools
+        steps = self._steps(t, index)
+        axes = list(self._axes(pooled))
+        sizes = [x.cells if pooled else x.positions for x in p.lines]
+        extents = list(g.cells if pooled else self.c.patch)
+        if p.batch > 1:
+            axes, sizes, extents = [*axes, p.batch_axis], [*sizes, p.batch], [*extents, 1]
+        size = t.dtype.size
+        return TensorMap(
+            self.numbers[t],
+            KINDS[t.dtype],
+            steps.get(None, 0),
+            (p.features, *sizes),
+            tuple(steps.get(a, 0) * size for a in axes),
+            (128 // size, *extents),
+            (1,) * (1 + len(axes)),
+            128,
+        )
+
+
+def _padded(values: Iterable[int], by: int = 1) -> list[int]:
+    got = list(values)
+    return got + [by] * (LINES - len(got))
+
+
+def _list(values: Iterable[int]) -> str:
+    return "{" + ", ".join(map(str, values)) + "}"
