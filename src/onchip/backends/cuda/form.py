@@ -281,10 +281,6 @@ class _Form:
                     raise Unfit(ld.src.name, "it is read at an index that is data")
                 if ld.src.dtype is DType.F64:
                     raise Unfit(ld.src.name, "float64 values")
-                if ld.src is p.w and p.w_constant:
-                    raise Unfit(
-                        ld.src.name, "weights that are laid out anew are read as values, too"
-                    )
                 kind = "direct"
                 used = set().union(*map(mentioned, ld.index))
                 if used <= {p.feature_axis, p.batch_axis}:
