@@ -9,10 +9,11 @@ A program goes through its tiles; what a tile takes is the most of
                 and shared memory; no faster than what is on its way in the rings allows
     turns       products and epilogue, over the teams that take turns
 
-and a kernel takes its start, the tiles of its busiest program (or all bytes of memory, if those take
-longer), a last epilogue, and what sharing a tile's channels costs: partial sums written, and read by
-one of the programs. Columns of a patch that lie outside, positions that neighbouring patches compute
-again, rows of the matrix unit without a feature and channels that fill up a chunk are paid for.
+and a kernel takes its start, the tiles of its busiest program (or all bytes of memory, if those
+take longer), a last epilogue, and what sharing a tile's channels costs: partial sums written, and
+read by one of the programs. Columns of a patch that lie outside, positions that neighbouring
+patches compute again, rows of the matrix unit without a feature and channels that fill up a chunk
+are paid for.
 """
 
 from __future__ import annotations
@@ -28,40 +29,38 @@ from onchip.backends.cuda.problem import Config, Line, Problem
 from onchip.fusion.machine import Gpu
 from onchip.fusion.refusal import Refusal, Rule
 
-# An H200 (its data sheet, where not measured). Clocks are those of a multiprocessor.
+# Of an H200; a clock is one of a multiprocessor. "Fitted": so that the times of some thirty kernels
+# measured there (3x3, 1x1 and 1-d convolutions, bf16 and TF32) come out, most within a sixth.
 CLOCKS = 1750.0  # a microsecond
-MULTIPLIED = (
-    2048 * 2
-)  # bytes of channels of one pair of elements, a clock: 2048 products of 2 bytes
-SHARED_BYTES = 128  # that shared memory hands out in a clock
-POWER = 0.92  # measured: of the matrix units' rate, all of them busy for tens of microseconds
+MULTIPLIED = 4096  # bytes of channels, of pairs of elements, a clock (data sheet)
+SHARED_BYTES = 128  # that shared memory hands out in a clock (CUDA C++ Programming Guide)
+POWER = 0.92  # fitted: of the matrix units' rate, all of them busy for tens of microseconds
 CACHE_BYTES = 22.0  # measured: a clock and multiprocessor, all of them reading the last cache
-FASTEST = 48.0  # measured: the same if few of them read
-HOT = 1.7  # measured: how much faster what all read arrives again and again, up to HOT_BYTES
-HOT_BYTES = 1 << 20
+FASTEST = 48.0  # fitted: the same if few of them read
+HOT, HOT_BYTES = 1.7, 1 << 20  # fitted: how much faster so few bytes come again and again
 MEMORY = 4.2e6 * 0.9  # measured: bytes a microsecond that a kernel gets of 4.2 TB/s
-LATENCY = 1400.0  # measured: clocks from asking for a box until it is there, under load
+LATENCY = 1400.0  # fitted: clocks from asking for a box until it is there, under load
 START = 3.0 * CLOCKS  # measured: until the first products, and from the last store to the end
-SHARING = 2.0 * CLOCKS  # measured: fences and counters of programs that share a tile
-TILE = 300.0  # judgement: clocks in which a tile's first products wait for its last ones before
-ALONE = (
-    1.15  # judgement: products of one warpgroup, where no other fills the gaps between its steps
-)
-EPILOGUE = 1200.0  # judgement: an epilogue's barriers and copies
-PER_SUM = 8  # judgement: instructions of an epilogue for each sum of a thread
-PER_CELL = 12  # judgement: the same for each load of a window that is folded from shared memory
+SHARING = 2.0 * CLOCKS  # fitted: fences and counters of programs that share a tile
+# Judgements:
+TILE = 300.0  # clocks in which a tile's first products wait for its last ones before
+STEP = 24.0  # clocks between two steps: a barrier, fences
+LEAST_ROW = 64  # bytes that a shorter row of a box costs
+ALONE = 1.15  # products of one warpgroup take longer if no other fills the gaps between its steps
+EPILOGUE = 1200.0  # clocks of an epilogue's barriers and copies
+PER_SUM = 8  # instructions of an epilogue for each sum of a thread
+PER_CELL = 12  # the same for each load of a window that is folded from shared memory
+SOFT = 16  # power of the norm by which times of a tile that overlap add up
+SOFTER = 3  # the same of loop and memory
 
 REGISTERS = 45  # measured: of a thread beside its sums
 MOST = 12  # choices handed out
 ALIKE = 3  # of them with the same patch
-SOFT, SOFTER = (
-    16,
-    3,
-)  # judgement: powers of the norms in which a tile's times, and loop and memory, add
 SIZES = (16, 32, 64, 96, 128, 192, 256, 416)  # positions of a patch: the best of each class ...
 BEST = 5  # ... so many, are looked at closely
 COARSE = 32  # positions: steps in which patches of a line of thousands are tried
-STAGES = 12  # chunks of input, or tiles of weights, on their way: more gained nothing
+STAGES = 12  # chunks of input on their way, at most
+W_STAGES = 8  # tiles of weights on their way, at most
 
 
 def configurations(problem: Problem, gpu: Gpu) -> list[Config] | Refusal:
@@ -138,7 +137,7 @@ class Estimate:
         chunks = g.chunks * phases
         if c.k_split > 1:  # parts end within a chunk, which both of them fetch
             chunks = min(chunks, ceil(chunks / c.k_split) + (g.chunks % c.k_split > 0))
-        inputs = chunks * g.x_bytes
+        inputs = chunks * g.x_bytes * max(1, LEAST_ROW / c.row_bytes)
         weights = self.steps * g.w_bytes * (c.w_stages > 0)
         hot = HOT if g.steps * g.feature_tiles * p.batch * g.w_bytes <= HOT_BYTES else 1.0
         stored = sum(
@@ -193,8 +192,9 @@ class Estimate:
         g, c = self.geometry, self.config
         busy = self.programs / self.gpu.multiprocessors
         power = self.products / (1 - (1 - POWER) * busy)
-        alone = self.products * (ALONE if c.split == 1 and not self.together else 1) + TILE
         tiles = ceil(g.work / self.programs)
+        lonely = c.split == 1 and not (tiles > 1 and self.together)
+        alone = self.products * (ALONE if lonely else 1) + STEP * self.steps + TILE
         turns = (alone + self.epilogue) / min(c.teams, tiles)
         tile = _norm(SOFT, power, alone, self.traffic, turns)
         # the last epilogue is no team's to hide
@@ -272,13 +272,13 @@ def _rings(p: Problem, config: Config, gpu: Gpu) -> Iterator[Config]:
     if p.taps == 1:
         both = room // (chunk + g.w_bytes)
         if both >= 2:
-            stages = min(both, 8)
+            stages = min(both, W_STAGES)
             yield replace(config, x_stages=stages, w_stages=stages)
         return
     for stages in (3, 2):
         tiles = (room - stages * chunk) // g.w_bytes
         if tiles >= (4 if stages == 3 else 2):
-            yield replace(config, x_stages=stages, w_stages=min(tiles, 8))
+            yield replace(config, x_stages=stages, w_stages=min(tiles, W_STAGES))
             return
 
 
