@@ -20,7 +20,7 @@ TORCH_ALLOWED = (
     "backends/triton/functions.py",
 )  # fmt: skip
 # they run the whole compiler, so they stand above it like the api
-DRIVERS = {"report/bench.py", "report/bench_gpu.py"}
+DRIVERS = {"report/bench.py", "report/bench_gpu.py", "report/bench_engine.py"}
 MOST_LINES = 400
 
 

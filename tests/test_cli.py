@@ -139,10 +139,19 @@ def test_why_and_kernels(api, tmp_path):
 def test_bench_checks_its_result(monkeypatch):
     fake = types.ModuleType("onchip.report.bench")
     result = {"suite": "s", "device": "d", "versions": {}, "date": "2026-01-01", "rows": []}
-    fake.run = lambda suite, peers: {**result, "suite": suite}
+    asked = []
+
+    def run(suite, peers, without):
+        asked.append((suite, peers, without))
+        return {**result, "suite": suite}
+
+    fake.run = run
     monkeypatch.setitem(sys.modules, "onchip.report.bench", fake)
     assert json.loads(runner.invoke(cli.app, ["bench", "memory"]).stdout)["suite"] == "memory"
-    fake.run = lambda suite, peers: {"suite": suite}
+    options = ["--peers", "--without", "inductor", "--without", "cudnn"]
+    assert runner.invoke(cli.app, ["bench", "engine", *options]).exit_code == 0
+    assert asked == [("memory", False, ()), ("engine", True, ("inductor", "cudnn"))]
+    fake.run = lambda suite, peers, without: {"suite": suite}
     broken = runner.invoke(cli.app, ["bench", "memory"])
     assert isinstance(broken.exception, OnchipError)
 
