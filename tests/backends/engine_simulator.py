@@ -126,9 +126,7 @@ class Simulator:
         at = np.unravel_index(place, g.tiles[::-1])[::-1]
         cell = tuple(int(a) * n for a, n in zip(at, g.cells, strict=True))
         position = tuple(q * x.hop - x.lead for q, x in zip(cell, p.lines, strict=True))
-        return Tile(
-            part, number, (group * near + feature) * g.tile_features, batch, cell, position
-        )
+        return Tile(part, number, (group * near + feature) * g.tile_features, batch, cell, position)
 
     def steps(self, t: Tile) -> list[tuple[int, int, tuple[int, int], bool]]:
         """(chunk of channels, phase, tap, the first of its chunk) of a tile's part."""
@@ -198,9 +196,7 @@ class Simulator:
         free = to + np.arange(g.x_slot // p.size) * p.size
         shared.write(free, np.array(np.nan))
         start = g.phases[phase].start
-        origin = [
-            q * x.stride + s for q, x, s in zip(t.position, p.lines, start, strict=True)
-        ]
+        origin = [q * x.stride + s for q, x, s in zip(t.position, p.lines, start, strict=True)]
         nbytes = 0
         for piece in range(g.pieces):
             origin[0] = t.position[0] * p.lines[0].stride + start[0] + piece * g.piece
@@ -355,9 +351,7 @@ class Simulator:
                     row = sum(q * prod(self.c.patch[:n]) for n, q in enumerate(local))
                     start = base + (columns // wide) * view.padded * LINE_BYTES
                     found.append(
-                        shared.read(
-                            permuted(start + row * LINE_BYTES + columns % wide * size, 128)
-                        )
+                        shared.read(permuted(start + row * LINE_BYTES + columns % wide * size, 128))
                     )
             to = self.result_at(t) + feature + columns
             to = to + sum(q * s for q, s in zip(at, self.result_steps[1:], strict=True))
@@ -428,7 +422,10 @@ class View:
         lane, warp = thread % 32, thread // 32
         self.features = 16 * warp + 8 * h + lane // 4 + 0 * (slot + e)
         row = unit * slot + unit // 4 * (lane % 4) + e + 0 * h
-        rest, locals_ = slot // across, [unit * (slot % across) + unit // 4 * (lane % 4) + e + 0 * h]
+        rest, locals_ = (
+            slot // across,
+            [unit * (slot % across) + unit // 4 * (lane % 4) + e + 0 * h],
+        )
         for extent in self.extents[1:]:
             locals_.append(rest % extent + 0 * row)
             rest = rest // extent

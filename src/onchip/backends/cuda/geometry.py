@@ -283,15 +283,17 @@ class Geometry:
     def tile_reads(self) -> tuple[Read, ...]:
         """What the epilogue reads by tiles; element by element where windows are folded from shared
         memory."""
-        return () if self.staged else tuple(r for r in self.problem.reads if r.kind == "tile")
+        if self.staged:
+            return ()
+        return tuple(r for r in self.problem.reads if r.kind == "tile")
 
     @cached_property
     def in_place(self) -> bool:
         """The one result takes the place of the first read."""
-        results = self.problem.results
-        if len(results) > 1 or not self.tile_reads or not results[0].tile:
+        results, reads = self.problem.results, self.tile_reads
+        if len(results) > 1 or len(reads) == 0 or not results[0].tile:
             return False
-        return results[0].tensor.dtype.size == self.tile_reads[0].tensor.dtype.size
+        return results[0].tensor.dtype.size == reads[0].tensor.dtype.size
 
     @cached_property
     def tile_bytes(self) -> int:

@@ -25,6 +25,7 @@ from itertools import product
 from math import ceil, prod
 
 from onchip.backends.cuda.geometry import ALIGNED, BLOCK, GROUP, MOST_COLUMNS, Geometry, up
+from onchip.backends.cuda.limits import refusal
 from onchip.backends.cuda.problem import Config, Line, Problem
 from onchip.fusion.machine import Gpu
 from onchip.fusion.refusal import Refusal, Rule
@@ -73,7 +74,7 @@ def configurations(problem: Problem, gpu: Gpu) -> list[Config] | Refusal:
     refused: Refusal | None = None
     for config in _choices(problem, gpu):
         estimate = Estimate(problem, config, gpu)
-        wrong = estimate.geometry.refusal(gpu.shared_bytes)
+        wrong = refusal(estimate.geometry, gpu.shared_bytes)
         if wrong is None:
             timed.append((estimate.microseconds, config))
         refused = refused or wrong

@@ -13,16 +13,17 @@ from onchip.ir.index import simplify
 def packed_weights(p: Problem, chunk: int) -> Tensor:
     """[batch, taps of the last line, ..., of the first, chunks, features, channels of a chunk]:
     the weights of a problem whose w is constant. Channels beyond the last one are zero."""
-    e, channels = p.w_element, Const(p.channels, DType.I64)
+    e, own = p.w_element, p.channel_axis
     assert e is not None, "constant weights say where they lie"
-    assert p.channel_axis is not None
+    assert own is not None
+    channels = Const(p.channels, DType.I64)
     whole = p.channels % chunk == 0
     taps = [line.taps for line in reversed(p.lines)]
 
     def element(*axes: Expr) -> Expr:
         b, *t, c, f, k = axes
         channel = c * chunk + k
-        at: dict[Axis, Expr] = {p.batch_axis: b, p.feature_axis: f, p.channel_axis: channel}
+        at: dict[Axis, Expr] = {p.batch_axis: b, p.feature_axis: f, own: channel}
         at |= dict(zip(p.tap_axes, reversed(t), strict=True))
         index = tuple(simplify(substitute(i, at)) for i in e.index)
         if whole:
