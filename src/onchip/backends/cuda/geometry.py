@@ -251,8 +251,16 @@ class Geometry:
 
     @property
     def threads(self) -> int:
-        """Of a program: its warpgroups, a warp that fetches operands, one that fetches reads."""
-        return 128 * self.config.teams * self.config.split + 32 * (1 + bool(self.tile_reads))
+        """Of a program: its warpgroups, a warp that fetches operands, one that fetches reads; where
+        operands are split, a warpgroup of these two and two that split."""
+        if self.problem.splits:
+            return 128 * (self.warpgroups + 1)
+        return 128 * self.warpgroups + 32 * (1 + bool(self.tile_reads))
+
+    @property
+    def warpgroups(self) -> int:
+        """That multiply."""
+        return self.config.teams * self.config.split
 
     # ---- shared memory -------------------------------------------------------------------------
 
@@ -266,8 +274,26 @@ class Geometry:
         return self.config.w_stages or self.steps
 
     @property
+    def w_copies(self) -> int:
+        """Of a tile of weights: each block of features, if they lie innermost."""
+        return self.tile_features // BLOCK if self.problem.w_features_inner else 1
+
+    @property
+    def w_row(self) -> int:
+        """Bytes of a row of weights in shared memory: a chunk's channels, or a block's features."""
+        inner = self.problem.w_features_inner
+        return BLOCK * self.problem.size if inner else self.config.row_bytes
+
+    @property
+    def w_k_step(self) -> int:
+        """Bytes between the weights of two instructions along a chunk's channels."""
+        inner = self.problem.w_features_inner
+        return STEP_BYTES // self.problem.size * self.w_row if inner else STEP_BYTES
+
+    @property
     def x_slot(self) -> int:
-        return up(self.x_bytes, ALIGNED)
+        """Of a chunk of input; where operands are split, the low parts lie in its second half."""
+        return up(self.x_bytes, ALIGNED) * (2 if self.problem.splits else 1)
 
     @property
     def wide(self) -> bool:
@@ -330,10 +356,13 @@ class Geometry:
 
     @property
     def barriers(self) -> int:
-        """Of 8 bytes each: full and empty for every slot, a turn for each team, and one for each
-        warpgroup that adds up."""
+        """Of 8 bytes each: full and empty for every slot, a turn for each team, one for each
+        warpgroup that adds up; where operands are split, one for each chunk and each warpgroup's
+        turn in its team."""
         c = self.config
-        return 2 * (c.x_stages + self.w_tiles + self.r_stages) + c.teams + c.teams * c.split
+        split = c.x_stages + self.warpgroups if self.problem.splits else 0
+        rings = 2 * (c.x_stages + self.w_tiles + self.r_stages)
+        return rings + c.teams + c.teams * c.split + split
 
     @property
     def shared_bytes(self) -> int:

@@ -7,9 +7,10 @@ from math import ceil, prod
 
 from onchip.backends.cuda.epilogue import epilogue_text
 from onchip.backends.cuda.form_axes import address, affine
-from onchip.backends.cuda.geometry import BLOCK, Geometry
+from onchip.backends.cuda.geometry import BLOCK, GROUP, Geometry
 from onchip.backends.cuda.limits import refusal
 from onchip.backends.cuda.problem import Config, Line, Problem
+from onchip.backends.cuda.registers import HELPING, available, handed_on, part_groups
 from onchip.backends.cuda.source import CudaSource, Pointer, Strides, TensorMap
 from onchip.backends.cuda.weights import packed_weights
 from onchip.fusion.machine import HOPPER, Gpu
@@ -18,8 +19,13 @@ from onchip.ir.dtype import DType
 from onchip.ir.expr import Axis, Expr, Tensor
 
 LINES = 4  # that the main loop counts; those that a problem lacks have one element
-INSTRUCTIONS = {"bf16": ("bf16", 16), "fp16": ("f16", 16), "tf32": ("tf32", 8)}
-MAP_KINDS = {"bf16": "bf16", "fp16": "fp16", "tf32": "fp32"}
+INSTRUCTIONS = {
+    "bf16": ("bf16", 16),
+    "fp16": ("f16", 16),
+    "tf32": ("tf32", 8),
+    "tf32x3": ("tf32", 8),
+}
+MAP_KINDS = {"bf16": "bf16", "fp16": "fp16", "tf32": "fp32", "tf32x3": "fp32"}
 KINDS = {DType.BF16: "bf16", DType.F16: "fp16", DType.F32: "fp32"}
 POINTED = {
     DType.F32: "float", DType.BF16: "u16", DType.F16: "u16", DType.F64: "double",
@@ -152,6 +158,10 @@ class _Emitter:
             "PIECES": g.pieces, "PIECE": g.piece, "OUTERMOST": g.outermost,
             "W_BYTES": g.w_bytes, "W_STAGES": c.w_stages, "W_PACKED": int(p.w_constant),
             "W_RANK": 2 if p.w_constant or p.batch == 1 else 3,
+            "W_INNER": int(p.w_features_inner), "W_COPIES": g.w_copies,
+            "W_ROW": g.w_row, "W_K_STEP": g.w_k_step,
+            "SPLITS": int(p.splits), "PART_GROUPS": part_groups(g),
+            "HELPING": HELPING, "REGISTERS": available(g) * handed_on(g),
             "FEATURES": p.features, "FEATURE_TILES": g.feature_tiles, "FEATURE_GROUP": near,
             "BATCH": p.batch, "POSITION_TILES": g.position_tiles, "WORK": g.work,
             "CLUSTER": c.cluster, "K_SPLIT": c.k_split,
@@ -249,20 +259,27 @@ class _Emitter:
         return {None: form.constant} | {a: c for a, c in form.terms if isinstance(a, Axis)}
 
     def _product(self) -> str:
-        """One instruction: 64 features by the columns of a strip, 32 bytes of channels."""
-        n = self.g.columns
-        kind, depth = INSTRUCTIONS[self.p.kind]
+        """One instruction: 64 features by the columns of a strip (or of a part of it), 32 bytes of
+        channels. Weights that are split come from registers."""
+        p, g = self.p, self.g
+        n = GROUP * part_groups(g) if p.splits else g.columns
+        kind, depth = INSTRUCTIONS[p.kind]
         half = n // 2
         regs = ", ".join(f"%{i}" for i in range(half))
         outs = ", ".join(f'"+f"(d[{i}])' for i in range(half))
-        order = "" if self.p.kind == "tf32" else ", 0, 0"
+        order = "" if p.size == 4 else f", {int(p.w_features_inner)}, 0"
+        words = 4 if p.splits else 1
+        takes = "const u32 (&a)[4]" if p.splits else "u64 a"
+        a = ", ".join(f"%{half + i}" for i in range(words))
+        given = ", ".join(f'"r"(a[{i}])' for i in range(words)) if p.splits else '"l"(a)'
         return (
-            f"DEVICE void product(float (&d)[{half}], u64 a, u64 b, u32 add) {{\n"
-            f'    asm volatile(\n        "{{\\n.reg .pred p;\\nsetp.ne.u32 p, %{half + 2}, 0;\\n"\n'
+            f"DEVICE void product(float (&d)[{half}], {takes}, u64 b, u32 add) {{\n"
+            f'    asm volatile(\n        "{{\\n.reg .pred p;\\n'
+            f'setp.ne.u32 p, %{half + words + 1}, 0;\\n"\n'
             f'        "wgmma.mma_async.sync.aligned.m{BLOCK}n{n}k{depth}.f32.{kind}.{kind} "\n'
             f'        "{{{regs}}}, "\n'
-            f'        "%{half}, %{half + 1}, p, 1, 1{order};\\n}}"\n'
-            f'        : {outs}\n        : "l"(a), "l"(b), "r"(add));\n}}'
+            f'        "{f"{{{a}}}" if p.splits else a}, %{half + words}, p, 1, 1{order};\\n}}"\n'
+            f'        : {outs}\n        : {given}, "l"(b), "r"(add));\n}}'
         )
 
     def _function(self, results: int) -> str:
@@ -320,6 +337,9 @@ class _Emitter:
             if p.batch > 1:
                 sizes, steps = (*sizes, p.batch), (*steps, p.w_batch)
         box = (g.chunk, g.tile_features // self.c.w_shared, 1)[: len(sizes)]
+        if p.w_features_inner:
+            sizes = (p.features, p.channels, *sizes[2:])
+            box = (BLOCK, g.chunk // self.c.w_shared, *box[2:])
         return TensorMap(
             self.numbers[self.w],
             MAP_KINDS[p.kind],
@@ -328,7 +348,7 @@ class _Emitter:
             tuple(s * p.size for s in steps),
             box,
             (1,) * len(sizes),
-            self.c.row_bytes,
+            g.w_row,
         )
 
     def _tile_map(self, t: Tensor, index: tuple[Expr, ...], pooled: bool) -> TensorMap:

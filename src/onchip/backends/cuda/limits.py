@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from onchip.backends.cuda.geometry import GROUP, MOST_BOX, Geometry
+from onchip.backends.cuda.registers import available, held
 from onchip.fusion.refusal import Refusal, Rule
 
 MOST_COLUMNS = 256  # of one instruction (PTX ISA, wgmma)
@@ -15,7 +16,6 @@ def refusal(g: Geometry, shared_bytes: int) -> Refusal | None:
     """Why there is no such kernel; None if there is. shared_bytes: that a program may use."""
     c, p = g.config, g.problem
     name = p.results[0].tensor.name
-    registers = 65536 // g.threads // 8 * 8
     checks = [
         (g.columns > MOST_COLUMNS, f"{g.columns} columns of at most {MOST_COLUMNS}"),
         (c.patch[0] % GROUP > 0, f"a patch of {c.patch[0]} positions, not a multiple of 8"),
@@ -27,8 +27,8 @@ def refusal(g: Geometry, shared_bytes: int) -> Refusal | None:
         (g.tile_features > MOST_BOX, f"{g.tile_features} features a tile"),
         (min(g.cells) < 1, "a patch smaller than a window"),
         (
-            g.accumulators + OTHERS > min(registers, 255),
-            f"{g.accumulators} sums a thread of {min(registers, 255)} registers",
+            held(g) + OTHERS > available(g),
+            f"{held(g)} sums a thread of {available(g)} registers",
         ),
         (g.threads > MOST_THREADS, f"{g.threads} threads of at most {MOST_THREADS}"),
         (
@@ -46,6 +46,14 @@ def refusal(g: Geometry, shared_bytes: int) -> Refusal | None:
         (
             c.k_split > 1 and g.partial_bytes > g.operand_bytes,
             f"{g.partial_bytes} bytes of sums in the place of operands",
+        ),
+        (
+            p.w_features_inner and (p.w_constant or p.size != 2),
+            f"features innermost of {'constant' if p.w_constant else p.kind} weights",
+        ),
+        (
+            p.w_features_inner and g.chunk % (GROUP * c.w_shared) > 0,
+            f"{g.chunk} channels of features innermost for {c.w_shared} programs",
         ),
         (
             not c.w_stages and p.batch > 1,

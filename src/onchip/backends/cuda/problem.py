@@ -83,6 +83,8 @@ class Problem:
     x_offset    elements before the first that is read; x_batch: elements between two batches
     w_constant  the weights are laid out at load (`packed`); else w is read as it lies, one tap, its
                 channels innermost: w_step elements between two features, w_batch between batches
+    w_features_inner   w, no constant, has its features innermost instead of its channels: w_step
+                elements lie between two channels. Only operands of 16 bits can be multiplied so
     packed      [batch, taps, chunks, features, channels of a chunk]: see weights.py
     w_element   the element of w for a feature, batch, tap along each line and channel, over
                 feature_axis, batch_axis, tap_axes and channel_axis
@@ -118,11 +120,17 @@ class Problem:
     tap_axes: tuple[Axis, ...] = ()
     channel_axis: Axis | None = None
     w_offset: int = 0
+    w_features_inner: bool = False
 
     @property
     def size(self) -> int:
         """Bytes of an element of an operand."""
         return 4 if self.kind.startswith("tf32") else 2
+
+    @property
+    def splits(self) -> bool:
+        """Operands are split into a high and a low part, of TF32 each."""
+        return self.kind == "tf32x3"
 
     @property
     def taps(self) -> int:

@@ -20,12 +20,15 @@ constexpr int SUMS = 4 * cfg::GROUPS;  // of a strip, in a thread
 constexpr bool STREAM = cfg::W_STAGES > 0;
 constexpr int W_TILES = STREAM ? cfg::W_STAGES : cfg::CHUNKS * cfg::TAPS;
 constexpr int STEPS = cfg::CHUNKS * cfg::TAPS;
-constexpr int UNROLLED = cfg::K_SPLIT == 1 && cfg::TAPS <= 16 ? cfg::TAPS : 1;
+constexpr int W_ROW = cfg::W_ROW, W_K_STEP = cfg::W_K_STEP;
+constexpr int PART_GROUPS = cfg::PART_GROUPS;
+constexpr int X_LOW = cfg::X_SLOT / 2;  // from a chunk to its low parts, where operands are split
+constexpr int UNROLLED = cfg::K_SPLIT == 1 && !cfg::SPLITS && cfg::TAPS <= 16 ? cfg::TAPS : 1;
 
 // ---- shared memory -----------------------------------------------------------------------------
 
 struct Shared {
-    u32 w, x, out, in, w_full, w_empty, x_full, x_empty, in_full, in_empty, turn, added;
+    u32 w, x, out, in, w_full, w_empty, x_full, x_empty, in_full, in_empty, turn, added, split, order;
     DEVICE Shared at(u32 start) {
         Shared s;
         s.w = (start + 1023) & ~1023u;
@@ -40,6 +43,8 @@ struct Shared {
         s.in_empty = s.in_full + 8 * cfg::R_STAGES;
         s.turn = s.in_empty + 8 * cfg::R_STAGES;
         s.added = s.turn + 8 * cfg::TEAMS;
+        s.split = s.added + 8 * WARPGROUPS;
+        s.order = s.split + 8 * cfg::X_STAGES;
         return s;
     }
 };
@@ -152,7 +157,16 @@ DEVICE void fetch_weights(const Shared& s, const TensorMap* w, const Tile& t, in
         at[1] += ((t.batch * cfg::TAPS + cfg::TAP_NUMBER[tap]) * cfg::CHUNKS + c) * cfg::FEATURES;
     }
     const u32 to = s.w + slot * cfg::W_BYTES;
-    if constexpr (cfg::W_SHARED > 1) {
+    if constexpr (cfg::W_INNER) {  // block by block; programs share a block's channels
+        constexpr int SHARE = cfg::W_BYTES / cfg::W_COPIES / cfg::W_SHARED;
+        const int mine = cfg::W_SHARED > 1 ? cluster_rank() : 0;
+        at[0] = t.feature, at[1] = c * cfg::CHUNK + mine * (cfg::CHUNK / cfg::W_SHARED);
+        UNROLL for (int n = 0; n < cfg::W_COPIES; n++, at[0] += BLOCK) {
+            const u32 there = to + (n * cfg::W_SHARED + mine) * SHARE;
+            if constexpr (cfg::W_SHARED > 1) spread_box<cfg::W_RANK>(there, w, full, at, (1 << cfg::W_SHARED) - 1);
+            else load_box<cfg::W_RANK>(there, w, full, at);
+        }
+    } else if constexpr (cfg::W_SHARED > 1) {
         const int mine = cluster_rank();
         at[1] += mine * (BLOCK * cfg::BLOCKS * cfg::SPLIT / cfg::W_SHARED);
         spread_box<cfg::W_RANK>(to + mine * (cfg::W_BYTES / cfg::W_SHARED), w, full, at, (1 << cfg::W_SHARED) - 1);
@@ -217,17 +231,126 @@ DEVICE void fetch_reads(const Shared& s, const TensorMap* const* maps) {
     }
 }
 
+// What of a float32 the matrix unit leaves away: it reads 11 bits of a word's significand.
+DEVICE u32 low_part(u32 word) {
+    return rounded_tf32(__uint_as_float(word) - __uint_as_float(word & 0xFFFFE000u));
+}
+
+// The low parts of each chunk of input, by two warps: thread counts their 64.
+DEVICE void split_input(const Shared& s, int thread) {
+    constexpr int EACH = 4, STRIDE = 16 * 64;  // bytes of all threads
+    Ring<cfg::X_STAGES> ring;
+    for (int n = first_tile(); n < cfg::WORK; n += next_tile())
+        walk(
+            tile_of(n),
+            [&](int, int) {
+                barrier_wait(s.x_full + 8 * ring.slot, ring.parity);
+                const u32 from = s.x + ring.slot * cfg::X_SLOT;
+#pragma unroll 1
+                for (int at = 16 * thread; at < cfg::X_BYTES; at += EACH * STRIDE) {
+                    uint4 v[EACH];  // all loads before the first store
+                    UNROLL for (int i = 0; i < EACH; i++)
+                        if (at + i * STRIDE < cfg::X_BYTES) v[i] = load_part(from + at + i * STRIDE);
+                    UNROLL for (int i = 0; i < EACH; i++)
+                        if (at + i * STRIDE < cfg::X_BYTES)
+                            store_part(from + X_LOW + at + i * STRIDE, low_part(v[i].x), low_part(v[i].y),
+                                       low_part(v[i].z), low_part(v[i].w));
+                }
+                publish();
+                __syncwarp();
+                if ((thread & 31) == 0) barrier_arrive(s.split + 8 * ring.slot);
+                ring.next();
+            },
+            [](int, int, bool) {});
+}
+
 // ---- the consumers -----------------------------------------------------------------------------
 
 typedef float Sums[cfg::BLOCKS][cfg::STRIPS][SUMS];
 
 // One step: a chunk of channels of one tap. add 0: nothing has been summed yet.
-DEVICE void multiply(Sums& d, u64 a, u64 b, u32 add) {
+template <class D>
+DEVICE void multiply(D& d, u64 a, u64 b, u32 add) {
     UNROLL for (int k = 0; k < cfg::K_STEPS; k++)
         UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
             UNROLL for (int s = 0; s < cfg::STRIPS; s++)
-                product(d[m][s], a + (m * BLOCK * cfg::ROW + 32 * k) / 16,
+                product(d[m][s], a + (m * BLOCK * cfg::ROW + W_K_STEP * k) / 16,
                         b + (cfg::STRIP_ROW[s] * cfg::ROW + 32 * k) / 16, k == 0 ? add : 1);
+}
+
+// A thread's weights of one step, as the matrix unit takes them from registers (PTX ISA, wgmma: of
+// each 8 channels those of rows lane / 4 and 8 on, at lane % 4 and 4 on), as two TF32 each.
+struct Weights {
+    u32 high[cfg::BLOCKS][cfg::K_STEPS][4], low[cfg::BLOCKS][cfg::K_STEPS][4];
+
+    __device__ __forceinline__ void load(u32 tile) {
+        constexpr u32 PERMUTED = cfg::ROW - 16;  // bits of an address: which 16 bytes of a row
+        const int lane = threadIdx.x & 31, row = 16 * (threadIdx.x >> 5 & 3) + (lane >> 2);
+        const u32 at = tile + row * cfg::ROW, own = at + (at >> 3 & PERMUTED) + 4 * (lane & 3);
+        UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
+            UNROLL for (int k = 0; k < cfg::K_STEPS; k++)
+                UNROLL for (int i = 0; i < 4; i++) {
+                    const u32 word = load_word((own ^ (32 * k + 16 * (i >> 1))) + (m * BLOCK + 8 * (i & 1)) * cfg::ROW);
+                    high[m][k][i] = rounded_tf32(__uint_as_float(word));
+                    low[m][k][i] = __float_as_uint(__uint_as_float(word) - __uint_as_float(high[m][k][i]));
+                    here(high[m][k][i]), here(low[m][k][i]);  // not between products
+                }
+    }
+};
+
+// Warpgroups of a team issue a step's products one after the other: what one does besides (its
+// weights, its sums) hides behind the others' products.
+struct Order {
+    u32 mine, next;  // barriers: it is this warpgroup's turn, the next one's
+    u32 parity;      // of the first member's, whose first turn nobody passes, the other one
+    DEVICE Order of(const Shared& s, int group) {
+        if constexpr (!cfg::SPLITS) return {};
+        const int same = __shfl_sync(~0u, group, 0);  // in a warp: ptxas must see that a wait ends for all
+        const int member = same % cfg::SPLIT;
+        return {s.order + 8 * same, s.order + 8 * (same - member + (member + 1) % cfg::SPLIT), member == 0};
+    }
+    __device__ __forceinline__ void take() {
+        if constexpr (cfg::SPLIT > 1) barrier_wait(mine, parity), parity ^= 1;
+    }
+    __device__ __forceinline__ void pass() const {
+        if constexpr (cfg::SPLIT > 1)
+            if ((threadIdx.x & 31) == 0) barrier_arrive(next);
+    }
+};
+
+// One step whose operands are split, the product of the low parts left away. The matrix unit rounds
+// its sums toward zero, which over thousands of steps costs more than the low parts gain. So this
+// step's sums, of some columns at a time, start from zero, low parts first, and are added to d while
+// the next columns are multiplied.
+template <class D, class W>
+DEVICE void multiply_split(D& d, const W& w, u64 b, Order& order) {
+    constexpr int PARTS = cfg::GROUPS / PART_GROUPS, COUNT = 4 * PART_GROUPS;
+    constexpr int ALL = cfg::BLOCKS * cfg::STRIPS * PARTS;
+    float sums[2][COUNT];
+    order.take();
+    UNROLL for (int n = 0; n <= ALL; n++) {
+        if (n < ALL) {
+            const int m = n / (cfg::STRIPS * PARTS), s = n / PARTS % cfg::STRIPS, part = n % PARTS;
+            const u64 high = b + (cfg::STRIP_ROW[s] + part * PART_GROUPS * cfg::GROUP_ROWS) * cfg::ROW / 16;
+            products_fence();
+            UNROLL for (int k = 0; k < cfg::K_STEPS; k++) {
+                product(sums[n & 1], w.low[m][k], high + 2 * k, k > 0);
+                product(sums[n & 1], w.high[m][k], high + X_LOW / 16 + 2 * k, 1);
+            }
+            UNROLL for (int k = 0; k < cfg::K_STEPS; k++) product(sums[n & 1], w.high[m][k], high + 2 * k, 1);
+            products_commit();
+            if (n == ALL - 1) order.pass();
+        }
+        if (n > 0) {
+            const int m = (n - 1) / (cfg::STRIPS * PARTS), s = (n - 1) / PARTS % cfg::STRIPS;
+            if (n < ALL) products_wait<1>();
+            else products_wait<0>();
+            UNROLL for (int i = 0; i < COUNT; i++) {
+                here(sums[(n - 1) & 1][i]);
+                d[m][s][(n - 1) % PARTS * COUNT + i] += sums[(n - 1) & 1][i];
+            }
+        }
+    }
 }
 
 // A slot is free, as far as this warp is concerned: for all programs that fill it together.
@@ -249,8 +372,9 @@ struct Consumer {
     bool weights_here;
 
     // All of a tile's products into d.
-    __device__ __forceinline__ void sum(Sums& d, const Tile& t) {
-        const u64 a = operand<cfg::ROW>(s.w + member * cfg::BLOCKS * BLOCK * cfg::ROW, 8 * cfg::ROW);
+    template <class D>
+    __device__ __forceinline__ void sum(D& d, const Tile& t) {
+        const u64 a = operand<W_ROW>(s.w + member * cfg::BLOCKS * BLOCK * cfg::ROW, 8 * W_ROW);
         const u64 b = operand<cfg::ROW>(s.x, cfg::GROUP_ROWS * cfg::ROW);
         int w_before = -1, x_before = -1, x_now = 0;
         u32 add = 0;
@@ -284,6 +408,40 @@ struct Consumer {
         products_wait<0>();
         release<cfg::X_SHARED>(s.x_empty + 8 * x_before);
         if constexpr (STREAM) release<cfg::W_SHARED>(s.w_empty + 8 * w_before);
+        weights_here = true;
+    }
+
+    // The same where operands are split.
+    template <class D>
+    __device__ __forceinline__ void sum_split(D& d, const Tile& t, Order& order) {
+        const u64 b = operand<cfg::ROW>(s.x, cfg::GROUP_ROWS * cfg::ROW);
+        UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
+            UNROLL for (int n = 0; n < cfg::STRIPS; n++)
+                UNROLL for (int i = 0; i < SUMS; i++) d[m][n][i] = 0.f;
+        int x_now = -1;
+        walk(
+            t,
+            [&](int, int) {
+                if (x_now >= 0) release<cfg::X_SHARED>(s.x_empty + 8 * x_now);
+                barrier_wait(s.x_full + 8 * x.slot, x.parity);
+                barrier_wait(s.split + 8 * x.slot, x.parity);
+                x_now = x.slot;
+                x.next();
+            },
+            [&](int c, int tap, bool) {
+                const int slot = STREAM ? w.slot : c * cfg::TAPS + tap;
+                if (STREAM || !weights_here) barrier_wait(s.w_full + 8 * slot, STREAM ? w.parity : 0);
+                Weights own;
+                own.load(s.w + slot * cfg::W_BYTES + member * cfg::BLOCKS * BLOCK * cfg::ROW);
+                multiply_split(d, own, b + (u64)(x_now * (cfg::X_SLOT / 16) + cfg::TAP_ROWS[tap] * (cfg::ROW / 16)),
+                               order);
+                if constexpr (STREAM) {
+                    release<cfg::W_SHARED>(s.w_empty + 8 * slot);
+                    w.next();
+                }
+            });
+        if constexpr (cfg::TURNS) release<1>(s.turn + 8 * (group / cfg::SPLIT));
+        release<cfg::X_SHARED>(s.x_empty + 8 * x_now);
         weights_here = true;
     }
 
@@ -697,6 +855,7 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
     const int warp = threadIdx.x >> 5, group = warp >> 2;
     Consumer consumer{s, group, group % cfg::SPLIT, {}, {}, false};
     const int team = group / cfg::SPLIT;
+    Order order = Order::of(s, group);
     Ring<cfg::R_STAGES + !cfg::R_STAGES> in;
     in.skip(team);
     u32 in_before = 0;
@@ -718,7 +877,8 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
             if (turn > 0)
                 barrier_wait(s.turn + 8 * ((team + cfg::TEAMS - 1) % cfg::TEAMS), (turn - 1) / cfg::TEAMS & 1);
         Sums d;
-        consumer.sum(d, t);
+        if constexpr (cfg::SPLITS) consumer.sum_split(d, t, order);
+        else consumer.sum(d, t);
         if constexpr (cfg::K_SPLIT > 1)
             if (!added_up(d, s, t.part, consumer.member, e.thread)) break;
         if constexpr (cfg::READS > 0) barrier_wait(s.in_full + 8 * in.slot, in.parity);
@@ -779,6 +939,10 @@ DEVICE void run(const Args& a, const TensorMap* x, const TensorMap* w, const Ten
         }
         for (int i = 0; i < cfg::TEAMS; i++) barrier_init(s.turn + 8 * i, 4 * cfg::SPLIT);
         barrier_init(s.added, 4 * cfg::SPLIT * cfg::K_SPLIT);
+        if constexpr (cfg::SPLITS) {
+            for (int i = 0; i < cfg::X_STAGES; i++) barrier_init(s.split + 8 * i, 2);
+            for (int i = 0; i < WARPGROUPS; i++) barrier_init(s.order + 8 * i, 4);
+        }
         barriers_ready();
         prefetch(x);
         prefetch(w);
@@ -786,7 +950,18 @@ DEVICE void run(const Args& a, const TensorMap* x, const TensorMap* w, const Ten
     if constexpr (cfg::CLUSTER > 1) cluster_barrier();
     else __syncthreads();
     wait_for_launch_before();
-    if (warp == 4 * WARPGROUPS) {
+    if constexpr (cfg::SPLITS) {  // two branches: ptxas counts the registers of each by itself
+        if (warp < 4 * WARPGROUPS) {
+            if constexpr (cfg::REGISTERS > 0) more_registers<cfg::REGISTERS>();
+            consume(s, a, results);
+        } else {
+            if constexpr (cfg::REGISTERS > 0) fewer_registers<cfg::HELPING>();
+            const int helper = warp - 4 * WARPGROUPS, lane = threadIdx.x & 31;
+            if (helper > 1) split_input(s, 32 * (helper - 2) + lane);
+            else if (helper == 0 && lane == 0) produce(s, x, w);
+            else if (cfg::READS > 0 && helper == 1 && lane == 0) fetch_reads(s, reads);
+        }
+    } else if (warp == 4 * WARPGROUPS) {
         if ((threadIdx.x & 31) == 0) produce(s, x, w);
     } else if (warp > 4 * WARPGROUPS) {
         if constexpr (cfg::READS > 0)
