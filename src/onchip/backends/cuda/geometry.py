@@ -317,7 +317,7 @@ class Geometry:
     def in_place(self) -> bool:
         """The one result takes the place of the first read."""
         results, reads = self.problem.results, self.tile_reads
-        if len(results) > 1 or len(reads) == 0 or not results[0].tile:
+        if len(results) != 1 or len(reads) == 0 or not results[0].tile:
             return False
         return results[0].tensor.dtype.size == reads[0].tensor.dtype.size
 
