@@ -290,10 +290,9 @@ class Geometry:
     @cached_property
     def in_place(self) -> bool:
         """The one result takes the place of the first read."""
-        results, reads = self.problem.results, self.tile_reads
-        if len(results) > 1 or len(reads) == 0 or not results[0].tile:
-            return False
-        return results[0].tensor.dtype.size == reads[0].tensor.dtype.size
+        sizes = [r.tensor.dtype.size for r in self.problem.results if r.tile]
+        first = [r.tensor.dtype.size for r in self.tile_reads[:1]]
+        return len(self.problem.results) == 1 and sizes == first
 
     @cached_property
     def tile_bytes(self) -> int:

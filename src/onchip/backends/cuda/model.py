@@ -24,8 +24,8 @@ from functools import cached_property
 from itertools import product
 from math import ceil, prod
 
-from onchip.backends.cuda.geometry import ALIGNED, BLOCK, GROUP, MOST_COLUMNS, Geometry, up
-from onchip.backends.cuda.limits import refusal
+from onchip.backends.cuda.geometry import ALIGNED, BLOCK, GROUP, Geometry, up
+from onchip.backends.cuda.limits import MOST_COLUMNS, refusal
 from onchip.backends.cuda.problem import Config, Line, Problem
 from onchip.fusion.machine import Gpu
 from onchip.fusion.refusal import Refusal, Rule
