@@ -9,7 +9,8 @@ from typing import Any
 from onchip.analysis.record import KernelRow
 from onchip.analysis.roofline import Ceilings
 from onchip.analysis.traffic import Ledger
-from onchip.backends.triton.build import Built, triton_version
+from onchip.backends.nvidia.build import Built
+from onchip.backends.triton.build import triton_version
 from onchip.capture.captured import Captured
 from onchip.capture.cleanup import constant_tensors
 from onchip.capture.schema import is_view
@@ -151,7 +152,7 @@ def _shown(
         candidate, built = kind.chosen
         traffic = launched(ledger.kernel(nodes), built)
         row = kernel_row(region.name, nodes, traffic, ledger, {}, ceilings, True)
-        row = replace(row, backend="triton", choice=candidate.choice, **built_figures(built))
+        row = replace(row, backend=built.backend, choice=candidate.choice, **built_figures(built))
         return [Preview(row, candidate.source.text, tuple(kind.refused))]
     reasons = tuple(refused if kind is None else kind.refused)
     return [
