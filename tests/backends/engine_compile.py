@@ -15,6 +15,7 @@ from cuda.bindings import nvrtc
 from onchip.backends import cuda
 from onchip.backends.cuda.problem import Config, Problem, Read
 from onchip.backends.cuda.source import CudaSource
+from onchip.fusion.layout import contiguous
 from onchip.fusion.machine import GPUS
 from onchip.ir.expr import Tensor
 
@@ -62,17 +63,9 @@ class Compiled:
 
 def source_of(p: Problem, c: Config) -> CudaSource:
     tensors = [p.x, p.w, *(r.tensor for r in p.reads), *(r.tensor for r in p.results)]
-    source = kernel.emit(p, c, GPUS["h200"], {t: _dense(t.shape) for t in tensors})
+    source = kernel.emit(p, c, GPUS["h200"], {t: contiguous(t.shape) for t in tensors})
     assert isinstance(source, CudaSource), source
     return source
-
-
-def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
-    steps, step = [], 1
-    for n in reversed(shape):
-        steps.append(step)
-        step *= n
-    return tuple(reversed(steps))
 
 
 def compiled(text: str) -> Compiled:

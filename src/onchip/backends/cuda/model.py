@@ -24,7 +24,8 @@ from functools import cached_property
 from itertools import product
 from math import ceil, prod
 
-from onchip.backends.cuda.geometry import ALIGNED, BLOCK, GROUP, MOST_COLUMNS, Geometry, up
+from onchip.backends.cuda.geometry import BLOCK, GROUP, Geometry, up
+from onchip.backends.cuda.limits import MOST_COLUMNS, refusal
 from onchip.backends.cuda.problem import Config, Line, Problem
 from onchip.fusion.machine import Gpu
 from onchip.fusion.refusal import Refusal, Rule
@@ -41,7 +42,6 @@ HOT, HOT_BYTES = 1.7, 1 << 20  # fitted: how much faster so few bytes come again
 MEMORY = 4.2e6 * 0.9  # measured: bytes a microsecond that a kernel gets of 4.2 TB/s
 LATENCY = 1400.0  # fitted: clocks from asking for a box until it is there, under load
 START = 3.0 * CLOCKS  # measured: until the first products, and from the last store to the end
-SHARING = 2.0 * CLOCKS  # fitted: fences and counters of programs that share a tile
 # Judgements:
 TILE = 300.0  # clocks in which a tile's first products wait for its last ones before
 STEP = 24.0  # clocks between two steps: a barrier, fences
@@ -50,16 +50,22 @@ ALONE = 1.15  # products of one warpgroup take longer if no other fills the gaps
 EPILOGUE = 1200.0  # clocks of an epilogue's barriers and copies
 PER_SUM = 8  # instructions of an epilogue for each sum of a thread
 PER_CELL = 12  # the same for each load of a window that is folded from shared memory
+SHARING = 1.0 * CLOCKS  # three barriers of programs that share a tile
+ELSEWHERE = 16.0  # bytes a clock from and to other programs' shared memory
+COUPLED = 1.03  # tiles of programs that wait for each other's copies
 SOFT = 16  # power of the norm by which times of a tile that overlap add up
 SOFTER = 3  # the same of loop and memory
 
-REGISTERS = 45  # measured: of a thread beside its sums
+PART = 18  # multiprocessors that clusters are made of
+REGISTERS = 32  # measured: of a thread beside its sums, at least
 MOST = 12  # choices handed out
 ALIKE = 3  # of them with the same patch
 SIZES = (16, 32, 64, 96, 128, 192, 256, 416)  # positions of a patch: the best of each class ...
 BEST = 5  # ... so many, are looked at closely
+BOX_BYTES = 128  # multiples of which a permuted box starts at (CUDA driver API, tensor maps)
 COARSE = 32  # positions: steps in which patches of a line of thousands are tried
 STAGES = 12  # chunks of input on their way, at most
+READ_AHEAD = 32 << 10  # bytes that the epilogue will read, on their way
 W_STAGES = 8  # tiles of weights on their way, at most
 
 
@@ -73,7 +79,7 @@ def configurations(problem: Problem, gpu: Gpu) -> list[Config] | Refusal:
     refused: Refusal | None = None
     for config in _choices(problem, gpu):
         estimate = Estimate(problem, config, gpu)
-        wrong = estimate.geometry.refusal(gpu.shared_bytes)
+        wrong = refusal(estimate.geometry, gpu.shared_bytes)
         if wrong is None:
             timed.append((estimate.microseconds, config))
         refused = refused or wrong
@@ -81,16 +87,20 @@ def configurations(problem: Problem, gpu: Gpu) -> list[Config] | Refusal:
     found: list[Config] = []
     for _, config in timed:
         same = [c for c in found if c.patch == config.patch]
-        known = any(
-            (c.blocks * c.split, c.k_split) == (config.blocks * config.split, config.k_split)
-            for c in same
-        )
-        if not known and len(same) < ALIKE:
+        if len(same) < ALIKE and not any(_kin(c, config) for c in same):
             found.append(config)
     if found:
         return found[:MOST]
     text = "no patch of positions fits registers and shared memory"
     return refused or Refusal(Rule.CONTRACTION_FORM, problem.results[0].tensor.name, text)
+
+
+def _kin(a: Config, b: Config) -> bool:
+    """They differ in teams and stages alone, or in which warpgroups have which features."""
+    mine, others = (
+        (c.blocks * c.split, c.k_split, c.x_shared, c.w_shared, c.along) for c in (a, b)
+    )
+    return mine == others
 
 
 # ---- what a choice takes -----------------------------------------------------------------------
@@ -104,11 +114,18 @@ class Estimate:
         self.geometry = Geometry(problem, config)
 
     @cached_property
+    def clusters(self) -> int:
+        """That run at once; a program each where they share nothing."""
+        g, c = self.geometry, self.config
+        most = clusters_of(self.gpu, c.cluster)
+        if not c.w_stages:
+            features = ceil(g.feature_tiles / c.x_shared)
+            most = max(most // features, 1) * features
+        return min(g.work, most)
+
+    @property
     def programs(self) -> int:
-        most = self.gpu.multiprocessors
-        if not self.config.w_stages:
-            most = max(most // self.geometry.feature_tiles, 1) * self.geometry.feature_tiles
-        return min(self.geometry.work, most)
+        return self.clusters * self.config.cluster
 
     @property
     def rate(self) -> float:
@@ -145,7 +162,7 @@ class Estimate:
         ) + sum(prod(g.cells) * r.tensor.dtype.size for r in p.reads if r.kind == "tile")
         share = min(p.features / (g.feature_tiles * g.tile_features), 1.0)
         moved = stored * g.tile_features * share / c.k_split
-        clocks = (inputs + moved + weights / hot) / self.rate
+        clocks = (inputs / c.x_shared + moved + weights / hot / c.w_shared) / self.rate
         # a slot is free again when the products of the step after it have begun
         ring = (c.x_stages - 1) * g.x_slot + max(c.w_stages - 1, 0) * g.w_bytes
         return max(clocks, (inputs + weights) / ring * LATENCY)
@@ -158,15 +175,12 @@ class Estimate:
         if g.staged:
             loads = prod(g.cells) * prod(x.window for x in p.lines) * g.tile_features / 8
             clocks += PER_CELL * loads / 128 * (2 if g.wide else 1)
-        if any(r.kind == "tile" for r in p.reads):  # asked for when the products begin
-            clocks += max(LATENCY - self.products, 0.0)
         return clocks
 
     @property
     def together(self) -> bool:
-        """Teams multiply at the same time: the rings hold a tile for each."""
-        g, c = self.geometry, self.config
-        return c.teams > 1 and rings_hold(g, c.teams)
+        """Teams multiply at the same time."""
+        return self.config.teams > 1 and rings_hold(self.geometry)
 
     @property
     def shared(self) -> float:
@@ -174,8 +188,7 @@ class Estimate:
         c = self.config
         if c.k_split == 1:
             return 0.0
-        sums = 4 * 128 * c.split * self.geometry.accumulators
-        return SHARING + sums / self.rate + c.k_split * sums / FASTEST
+        return SHARING + 2 * self.geometry.partial_bytes / ELSEWHERE
 
     @property
     def memory(self) -> float:
@@ -192,14 +205,16 @@ class Estimate:
         g, c = self.geometry, self.config
         busy = self.programs / self.gpu.multiprocessors
         power = self.products / (1 - (1 - POWER) * busy)
-        tiles = ceil(g.work / self.programs)
+        tiles = ceil(g.work / self.clusters)
         lonely = c.split == 1 and not (tiles > 1 and self.together)
         alone = self.products * (ALONE if lonely else 1) + STEP * self.steps + TILE
         turns = (alone + self.epilogue) / min(c.teams, tiles)
         tile = _norm(SOFT, power, alone, self.traffic, turns)
         # the last epilogue is no team's to hide
+        if c.x_shared * c.w_shared > 1:
+            tile *= COUPLED
         loop = tiles * tile - (self.epilogue if min(c.teams, tiles) == 1 else 0.0)
-        first = 0 if c.w_stages else g.steps * g.w_bytes / self.rate / 2
+        first = 0.0 if c.w_stages else g.steps * g.w_bytes / self.rate / 2
         ends = START + first + self.shared + self.epilogue
         return ends / CLOCKS + _norm(SOFTER, loop / CLOCKS, self.memory)
 
@@ -209,13 +224,21 @@ def _norm(power: int, *times: float) -> float:
     return sum(t**power for t in times) ** (1 / power)
 
 
-def rings_hold(g: Geometry, tiles: int) -> bool:
-    """Whether the rings hold all of so many tiles' input, and weights if they come by. Only then a
-    team that waits for its chunk can't mistake the fullness of a slot two rounds before for its
-    own: the parity of a barrier tells neighbouring rounds apart."""
+def rings_hold(g: Geometry) -> bool:
+    """Whether the rings hold a tile of input, and of weights if they come by, for each team. Only
+    then, or if they take turns, a team that waits for a chunk can't mistake the round before for its
+    own: parity tells neighbouring rounds apart, and copies land in any order."""
     c = g.config
     chunks = g.chunks * prod(map(len, g.lines_taps))
-    return c.x_stages >= tiles * chunks and (not c.w_stages or c.w_stages >= tiles * g.steps)
+    return c.x_stages >= c.teams * chunks and (not c.w_stages or c.w_stages >= c.teams * g.steps)
+
+
+def clusters_of(gpu: Gpu, programs: int) -> int:
+    """Clusters of so many programs that run at once. Their multiprocessors are neighbours, of one
+    of the GPU's parts, which have 16 and some to themselves (measured: less than 32 of four)."""
+    if programs <= 2:
+        return gpu.multiprocessors // programs
+    return max(gpu.multiprocessors // PART, 1) * (16 // programs)
 
 
 # ---- the choices -------------------------------------------------------------------------------
@@ -229,12 +252,12 @@ def _choices(p: Problem, gpu: Gpu) -> Iterator[Config]:
     ]  # fmt: skip
     for patch, along in _patches(p):
         for (b, split), row, teams in product(shapes, _rows(p), (1, 2, 3, 4)):
-            threads = 128 * teams * split + 32
-            registers = min(65536 // threads // 8 * 8, 255)
-            if threads > 1024 or b * prod(patch) // 2 + REGISTERS > registers:
+            # registers are given to four warps at a time
+            registers = min(65536 // (128 * (teams * split + 1)) // 8 * 8, 255)
+            if teams * split > 7 or b * prod(patch) // 2 + REGISTERS > registers:
                 continue
             plain = Config(patch, along, b, split, teams, row)
-            for config in _splits(p, plain, gpu):
+            for config in _clusters(p, plain, gpu):
                 yield from _rings(p, config, gpu)
 
 
@@ -246,40 +269,64 @@ def _rows(p: Problem) -> tuple[int, ...]:
     return tuple(full[:2] if full and full[0] < 128 else full[:1]) or (32,)
 
 
-def _splits(p: Problem, config: Config, gpu: Gpu) -> Iterator[Config]:
-    """The choice, and with programs that share tiles where there are few tiles."""
+def _clusters(p: Problem, config: Config, gpu: Gpu) -> Iterator[Config]:
+    """The choice, and with programs that share tiles where there are few, or operands where there
+    are many."""
     yield config
     g = Geometry(p, config)
-    if g.work * 2 > gpu.multiprocessors or config.teams > 1:
-        return
-    most = min(gpu.multiprocessors // g.work, g.steps // 2)
-    for parts in sorted({2, 4, 8, most // 2, most}):
-        if 1 < parts <= most:
-            yield replace(config, k_split=parts)
+    if g.work * 2 <= gpu.multiprocessors:
+        for parts in (2, 4, 8, 16):
+            if config.teams == 1 and parts <= g.steps and g.work <= clusters_of(gpu, parts):
+                yield replace(config, k_split=parts)
+    elif g.steps > 4:
+        if g.position_tiles > 1:
+            yield replace(config, w_shared=2)
+        if g.feature_tiles > 1:
+            yield replace(config, x_shared=2)
 
 
 def _rings(p: Problem, config: Config, gpu: Gpu) -> Iterator[Config]:
     """The choice with as many chunks and tiles on their way as fit shared memory: weights that
     stay, if they fit (they are one set: one batch, all channels), else weights that come by."""
-    g = Geometry(p, replace(config, x_stages=1, w_stages=1))
-    room = gpu.shared_bytes - (g.shared_bytes - g.w_bytes - g.x_slot) - 16 * 2 * STAGES
-    if p.batch == 1 and config.k_split == 1 and g.feature_tiles <= gpu.multiprocessors:
-        left = room - g.steps * (g.w_bytes + 16)
-        if left >= 2 * g.x_slot:
-            yield replace(config, x_stages=min(left // g.x_slot, STAGES), w_stages=0)
-            return
-    chunk = max(g.x_slot, ALIGNED)
+    bare = replace(config, x_stages=1, w_stages=1, r_stages=0)
+    g = Geometry(p, bare)
+    read = g.config.split * g.read_bytes
+    if read:  # whole rounds of the teams: each one's tiles keep to the same slots
+        ahead = min(max(READ_AHEAD // (read * config.teams), 1), STAGES)
+        config = replace(config, r_stages=config.teams * (1 + ahead))
+    room = gpu.shared_bytes - (g.shared_bytes - g.w_bytes - g.x_slot) - 32 * STAGES
+    room -= config.r_stages * (read + 16) if read else 0
+    left = room - g.steps * (g.w_bytes + 16)
+    if p.batch == 1 and config.k_split == 1 and left >= 2 * g.x_slot:
+        if g.feature_tiles <= gpu.multiprocessors and config.w_shared == 1:
+            yield from _safe(p, replace(config, x_stages=left // g.x_slot, w_stages=0))
+        return
     if p.taps == 1:
-        both = room // (chunk + g.w_bytes)
-        if both >= 2:
-            stages = min(both, W_STAGES)
-            yield replace(config, x_stages=stages, w_stages=stages)
+        stages = room // (g.x_slot + g.w_bytes)
+        if stages >= 2:
+            stages = min(stages, W_STAGES)
+            yield from _safe(p, replace(config, x_stages=stages, w_stages=stages))
         return
     for stages in (3, 2):
-        tiles = (room - stages * chunk) // g.w_bytes
+        tiles = (room - stages * g.x_slot) // g.w_bytes
         if tiles >= (4 if stages == 3 else 2):
-            yield replace(config, x_stages=stages, w_stages=min(tiles, W_STAGES))
+            tiles = min(tiles, W_STAGES)
+            yield from _safe(p, replace(config, x_stages=stages, w_stages=tiles))
             return
+
+
+def _safe(p: Problem, config: Config) -> Iterator[Config]:
+    """The choice with at most STAGES chunks, if its boxes lie where they may, and no round of a
+    ring can be taken for another."""
+    config = replace(config, x_stages=min(config.x_stages, STAGES))
+    g = Geometry(p, config)
+    if g.pieces > 1 and g.x_bytes // g.pieces % BOX_BYTES:
+        return
+    if config.teams > 1 and not g.turns and not rings_hold(g):
+        config = replace(config, x_stages=(config.teams - 1) * g.chunks * len(g.phases))
+        if config.x_stages < 2 or not Geometry(p, config).turns:
+            return
+    yield config
 
 
 # ---- patches -----------------------------------------------------------------------------------
@@ -300,7 +347,7 @@ def _patches(p: Problem) -> list[tuple[tuple[int, ...], int]]:
         )
         for along in range(min(len(patch), 2)):
             columns = patch[0] if along == 0 else GROUP * patch[1]
-            if columns > MOST_COLUMNS:
+            if columns > MOST_COLUMNS or (along == 1 and patch[1] == 1):
                 continue
             fed = min(2 * columns / (BLOCK + columns), 1.0)
             score = useful * fed / (1 + again / 20)
