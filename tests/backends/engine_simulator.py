@@ -211,9 +211,7 @@ class Simulator:
         at = to + np.arange(len(values))[:, None] * row + self.bytes_of_channels
         shared.write(permuted(at, row), values)
 
-    def fetch_input(
-        self, shared: Shared, n: int, rank: int, c: int, phase: int, slot: int
-    ) -> None:
+    def fetch_input(self, shared: Shared, n: int, rank: int, c: int, phase: int, slot: int) -> None:
         """A chunk: each program that shares it fetches some of its pieces for all."""
         g, p = self.g, self.p
         to = self.x_start + slot * g.x_slot
@@ -224,7 +222,9 @@ class Simulator:
         for piece in range(g.pieces):
             t = self.tile(n, piece // each if self.c.x_shared > 1 else rank)
             indices = [c * g.chunk + np.arange(g.chunk)]
-            for k, (q, x, s, box) in enumerate(zip(t.position, p.lines, start, g.x_box, strict=True)):
+            for k, (q, x, s, box) in enumerate(
+                zip(t.position, p.lines, start, g.x_box, strict=True)
+            ):
                 assert box <= 256, "a box is at most 256 elements long"
                 first = q * x.stride + s + piece * g.piece * (k == g.outermost)
                 indices.append(first + np.arange(0, box, x.stride))
@@ -236,9 +236,7 @@ class Simulator:
         assert nbytes == g.x_bytes, "the barrier waits for other bytes than are copied"
         assert nbytes <= g.x_slot
 
-    def fetch_weights(
-        self, shared: Shared, n: int, rank: int, c: int, tap: int, slot: int
-    ) -> None:
+    def fetch_weights(self, shared: Shared, n: int, rank: int, c: int, tap: int, slot: int) -> None:
         """A tile of weights: each program that shares it fetches some features for all."""
         g, p = self.g, self.p
         shares, nbytes = self.c.w_shared, 0
@@ -379,9 +377,7 @@ class Simulator:
                     row = sum(q * prod(self.c.patch[:n]) for n, q in enumerate(local))
                     start = base + (columns // wide) * view.padded * LINE_BYTES
                     found.append(
-                        shared.read(
-                            permuted(start + row * LINE_BYTES + columns % wide * size, 128)
-                        )
+                        shared.read(permuted(start + row * LINE_BYTES + columns % wide * size, 128))
                     )
             to = self.result_at(t) + feature + columns
             to = to + sum(q * s for q, s in zip(at, self.result_steps[1:], strict=True))
@@ -452,7 +448,10 @@ class View:
         lane, warp = thread % 32, thread // 32
         self.features = 16 * warp + 8 * h + lane // 4 + 0 * (slot + e)
         row = unit * slot + unit // 4 * (lane % 4) + e + 0 * h
-        rest, locals_ = slot // across, [unit * (slot % across) + unit // 4 * (lane % 4) + e + 0 * h]
+        rest, locals_ = (
+            slot // across,
+            [unit * (slot % across) + unit // 4 * (lane % 4) + e + 0 * h],
+        )
         for extent in self.extents[1:]:
             locals_.append(rest % extent + 0 * row)
             rest = rest // extent

@@ -225,12 +225,12 @@ def _norm(power: int, *times: float) -> float:
 
 
 def rings_hold(g: Geometry) -> bool:
-    """Whether the rings hold a tile of input, and of weights if they come by, for each team. Only
-    then, or if they take turns, a team that waits for a chunk can't mistake the round before for its
-    own: parity tells neighbouring rounds apart, and copies land in any order."""
+    """Whether each team keeps to slots of its own: the rings are whole rounds of a tile for each
+    team. Only then, or if they take turns, a team that waits for a chunk can't mistake the round
+    before for its own: parity tells neighbouring rounds apart, and copies land in any order."""
     c = g.config
     chunks = g.chunks * prod(map(len, g.lines_taps))
-    return c.x_stages >= c.teams * chunks and (not c.w_stages or c.w_stages >= c.teams * g.steps)
+    return c.x_stages % (c.teams * chunks) == 0 and c.w_stages % (c.teams * g.steps) == 0
 
 
 def clusters_of(gpu: Gpu, programs: int) -> int:
@@ -322,9 +322,12 @@ def _safe(p: Problem, config: Config) -> Iterator[Config]:
     g = Geometry(p, config)
     if g.pieces > 1 and g.x_bytes // g.pieces % BOX_BYTES:
         return
-    if config.teams > 1 and not g.turns and not rings_hold(g):
-        config = replace(config, x_stages=(config.teams - 1) * g.chunks * len(g.phases))
-        if config.x_stages < 2 or not Geometry(p, config).turns:
+    if config.teams > 1 and not g.turns:
+        round_ = config.teams * g.chunks * len(g.phases)
+        whole = config.x_stages // round_ * round_
+        config = replace(config, x_stages=whole or round_ - round_ // config.teams)
+        g = Geometry(p, config)
+        if config.x_stages < 2 or not (g.turns or rings_hold(g)):
             return
     yield config
 
