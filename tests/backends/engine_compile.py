@@ -32,9 +32,10 @@ class Epilogue:
 def epilogue_text(p: Problem, pointer: Callable[[Tensor], str]) -> Epilogue:
     """ReLU of the sum, and what is read added."""
     reads = tuple(r for r in p.reads if r.kind == "tile")
+    value = "acc + tile[0]" if reads else "acc"
     takes = "const Args& a, float acc, const Features& c, const Place& at"
     results = "\n".join(
-        f"DEVICE float result{n}({takes}, const float* tile) {{ return acc{' + tile[0]' * bool(reads)}; }}"
+        f"DEVICE float result{n}({takes}, const float* tile) {{ return {value}; }}"
         for n in range(len(p.results))
     )
     text = f"""struct Features {{ float bias; }};
@@ -82,5 +83,6 @@ def compiled(text: str) -> Compiled:
     assert not int(error), said
     registers = re.search(r"Used (\d+) registers", said)
     spilled = re.findall(r"(\d+) bytes spill", said)
-    assert registers and spilled, said
+    assert registers, said
+    assert spilled, said
     return Compiled(int(registers[1]), sum(map(int, spilled)), said)

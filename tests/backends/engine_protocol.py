@@ -1,7 +1,8 @@
 """The engine's rings as processes and counters: a warp that fetches operands and one that fetches
-what the epilogue reads, copies that land in any order, and warpgroups that multiply. A schedule is a random order of all that may happen; each one is
-checked for slots that are overwritten while somebody needs them, waits that mistake one round of a
-slot for another (a barrier's parity tells neighbours apart only), and deadlock."""
+what the epilogue reads, copies that land in any order, and warpgroups that multiply. A schedule is
+a random order of all that may happen; each one is checked for slots that are overwritten while
+somebody needs them, waits that mistake one round of a slot for another (a barrier's parity tells
+neighbours apart only), and deadlock."""
 
 from __future__ import annotations
 

@@ -256,7 +256,8 @@ class Simulator:
             to = self.w_start + slot * g.w_bytes + share * (g.w_bytes // shares)
             self.place(shared, to, values)
             nbytes += values.size * p.size
-        assert slot < g.w_tiles and nbytes == g.w_bytes
+        assert slot < g.w_tiles
+        assert nbytes == g.w_bytes
 
     def multiply(self, shared: Shared, sums: np.ndarray, w: int, x: int, tap_rows: int) -> None:
         """One step: the operands of all instructions, as their addresses say."""

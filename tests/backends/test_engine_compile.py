@@ -49,7 +49,9 @@ KERNELS = {
     "element by element": (
         Shape(4, 64, (14, 14), 33, (3, 3), pads=SAME, tile=False), Config((8, 7, 1), 1)
     ),
-    "stride": (Shape(4, 64, (29, 29), 64, (3, 3), strides=(2, 2), pads=SAME), Config((8, 15, 1), 1)),
+    "stride": (
+        Shape(4, 64, (29, 29), 64, (3, 3), strides=(2, 2), pads=SAME), Config((8, 15, 1), 1)
+    ),
     "channels shared": (SMALL, Config((8, 7, 1), 1, x_stages=3, w_stages=8, k_split=8)),
     "input shared": (SMALL, Config((8, 7, 2), 1, x_stages=3, w_stages=8, x_shared=2)),
     "weights shared": (SMALL, Config((8, 7, 2), 1, x_stages=3, w_stages=8, w_shared=2)),

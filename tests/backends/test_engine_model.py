@@ -4,6 +4,7 @@ each one that is proposed computes the right thing by its addresses, element by 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from onchip.backends.cuda.geometry import Geometry
 from onchip.backends.cuda.limits import refusal
 from onchip.backends.cuda.model import MOST, configurations
 from onchip.backends.cuda.problem import Config, Problem
-from onchip.fusion.machine import GPUS
+from onchip.fusion.machine import GPUS, Gpu
 from onchip.fusion.refusal import Refusal
 
 H200 = GPUS["h200"]
@@ -64,7 +65,13 @@ SHAPES = {
 }
 
 
-def proposed(p: Problem, gpu=H200) -> list[Config]:
+@cache
+def problem(name: str) -> Problem:
+    return contraction(SHAPES[name])
+
+
+@cache
+def proposed(p: Problem, gpu: Gpu = H200) -> list[Config]:
     found = configurations(p, gpu)
     assert not isinstance(found, Refusal), found
     return found
@@ -97,18 +104,20 @@ def test_what_was_fastest_comes_early(shape, patch, features, k_split, first):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_choice_is_possible_and_none_comes_twice(name):
-    p = contraction(SHAPES[name])
+    p = problem(name)
     for gpu in (H200, FEW):
         found = proposed(p, gpu)
-        assert 0 < len(found) <= MOST and len(set(found)) == len(found)
+        assert 0 < len(found) <= MOST
+        assert len(set(found)) == len(found)
         for c in found:
             assert refusal(Geometry(p, c), gpu.shared_bytes) is None, c.label
 
 
 def test_a_kind_without_main_loop_is_refused():
-    p = replace(contraction(SHAPES["product"]), kind="tf32x3")
+    p = replace(problem("product"), kind="tf32x3")
     found = configurations(p, H200)
-    assert isinstance(found, Refusal) and "tf32x3" in str(found)
+    assert isinstance(found, Refusal)
+    assert "tf32x3" in str(found)
 
 
 # ---- what it computes --------------------------------------------------------------------------
@@ -116,7 +125,7 @@ def test_a_kind_without_main_loop_is_refused():
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_element_is_stored_once_from_the_right_inputs(name):
-    p = contraction(SHAPES[name])
+    p = problem(name)
     values = values_of(p)
     want = expected(p, values)
     for gpu, most in ((H200, 2), (FEW, 4)):
@@ -142,7 +151,7 @@ OTHERS = [
 
 @pytest.mark.parametrize(("name", "config"), OTHERS)
 def test_other_choices_are_right_too(name, config):
-    p = contraction(SHAPES[name])
+    p = problem(name)
     assert refusal(Geometry(p, config), H200.shared_bytes) is None
     values = values_of(p)
     check(p, config, 8, values, expected(p, values))
@@ -156,7 +165,7 @@ def check(p: Problem, c: Config, multiprocessors: int, values, want) -> None:
 
 
 def test_a_wrong_shift_shows():
-    p = contraction(SHAPES["3x3, pool"])
+    p = problem("3x3, pool")
     values = values_of(p)
     simulated = Simulator(p, proposed(p)[0], 132, values)
     simulated.rows_of_columns = simulated.rows_of_columns.copy()
@@ -181,7 +190,7 @@ def schedules(g: Geometry, turns: bool, count: int) -> list[str]:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_no_schedule_of_a_choice_goes_wrong(name):
-    p = contraction(SHAPES[name])
+    p = problem(name)
     for c in proposed(p, FEW)[:6]:
         g = Geometry(p, c)
         if g.steps <= 40:

@@ -75,22 +75,20 @@ def configurations(problem: Problem, gpu: Gpu) -> list[Config] | Refusal:
     if problem.kind not in ("bf16", "fp16", "tf32"):
         text = f"no main loop for {problem.kind}"
         return Refusal(Rule.CONTRACTION_FORM, problem.results[0].tensor.name, text)
-    timed: list[tuple[float, Config]] = []
-    refused: Refusal | None = None
-    for config in _choices(problem, gpu):
-        estimate = Estimate(problem, config, gpu)
-        wrong = refusal(estimate.geometry, gpu.shared_bytes)
-        if wrong is None:
-            timed.append((estimate.microseconds, config))
-        refused = refused or wrong
-    timed.sort(key=lambda pair: pair[0])
+    estimates = [Estimate(problem, config, gpu) for config in _choices(problem, gpu)]
     found: list[Config] = []
-    for _, config in timed:
+    refused: Refusal | None = None
+    for estimate in sorted(estimates, key=lambda e: e.microseconds):
+        config = estimate.config
         same = [c for c in found if c.patch == config.patch]
         if len(same) < ALIKE and not any(_kin(c, config) for c in same):
-            found.append(config)
+            wrong = refusal(estimate.geometry, gpu.shared_bytes)
+            found += [config] * (wrong is None)
+            refused = refused or wrong
+        if len(found) == MOST:
+            break
     if found:
-        return found[:MOST]
+        return found
     text = "no patch of positions fits registers and shared memory"
     return refused or Refusal(Rule.CONTRACTION_FORM, problem.results[0].tensor.name, text)
 
@@ -150,11 +148,10 @@ class Estimate:
     def traffic(self) -> float:
         """Clocks of a tile's bytes."""
         g, p, c = self.geometry, self.problem, self.config
-        phases = prod(map(len, g.lines_taps))
-        chunks = g.chunks * phases
+        chunks = inputs(g)
         if c.k_split > 1:  # parts end within a chunk, which both of them fetch
             chunks = min(chunks, ceil(chunks / c.k_split) + (g.chunks % c.k_split > 0))
-        inputs = chunks * g.x_bytes * max(1, LEAST_ROW / c.row_bytes)
+        fetched = chunks * g.x_bytes * max(1, LEAST_ROW / c.row_bytes)
         weights = self.steps * g.w_bytes * (c.w_stages > 0)
         hot = HOT if g.steps * g.feature_tiles * p.batch * g.w_bytes <= HOT_BYTES else 1.0
         stored = sum(
@@ -162,10 +159,10 @@ class Estimate:
         ) + sum(prod(g.cells) * r.tensor.dtype.size for r in p.reads if r.kind == "tile")
         share = min(p.features / (g.feature_tiles * g.tile_features), 1.0)
         moved = stored * g.tile_features * share / c.k_split
-        clocks = (inputs / c.x_shared + moved + weights / hot / c.w_shared) / self.rate
+        clocks = (fetched / c.x_shared + moved + weights / hot / c.w_shared) / self.rate
         # a slot is free again when the products of the step after it have begun
         ring = (c.x_stages - 1) * g.x_slot + max(c.w_stages - 1, 0) * g.w_bytes
-        return max(clocks, (inputs + weights) / ring * LATENCY)
+        return max(clocks, (fetched + weights) / ring * LATENCY)
 
     @cached_property
     def epilogue(self) -> float:
@@ -199,7 +196,7 @@ class Estimate:
         size += sum(prod(r.tensor.shape) * r.tensor.dtype.size for r in (*p.results, *p.reads))
         return size / MEMORY
 
-    @property
+    @cached_property
     def microseconds(self) -> float:
         """Of the kernel, behind a launch that costs nothing."""
         g, c = self.geometry, self.config
@@ -224,13 +221,17 @@ def _norm(power: int, *times: float) -> float:
     return sum(t**power for t in times) ** (1 / power)
 
 
+def inputs(g: Geometry) -> int:
+    """Chunks of input of a tile."""
+    return g.chunks * prod(map(len, g.lines_taps))
+
+
 def rings_hold(g: Geometry) -> bool:
     """Whether each team keeps to slots of its own: the rings are whole rounds of a tile for each
     team. Only then, or if they take turns, a team that waits for a chunk can't mistake the round
     before for its own: parity tells neighbouring rounds apart, and copies land in any order."""
     c = g.config
-    chunks = g.chunks * prod(map(len, g.lines_taps))
-    return c.x_stages % (c.teams * chunks) == 0 and c.w_stages % (c.teams * g.steps) == 0
+    return c.x_stages % (c.teams * inputs(g)) == 0 and c.w_stages % (c.teams * g.steps) == 0
 
 
 def clusters_of(gpu: Gpu, programs: int) -> int:
@@ -322,10 +323,9 @@ def _safe(p: Problem, config: Config) -> Iterator[Config]:
     g = Geometry(p, config)
     if g.pieces > 1 and g.x_bytes // g.pieces % BOX_BYTES:
         return
-    if config.teams > 1 and not g.turns:
-        round_ = config.teams * g.chunks * len(g.phases)
-        whole = config.x_stages // round_ * round_
-        config = replace(config, x_stages=whole or round_ - round_ // config.teams)
+    if config.teams > 1 and not rings_hold(g) and not g.turns:
+        whole = config.x_stages // config.teams // inputs(g) * config.teams * inputs(g)
+        config = replace(config, x_stages=whole or (config.teams - 1) * inputs(g))
         g = Geometry(p, config)
         if config.x_stages < 2 or not (g.turns or rings_hold(g)):
             return
