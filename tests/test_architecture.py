@@ -16,7 +16,7 @@ ANYWHERE = {"errors", "settings"}  # importable from every folder
 TOP = {"api", "cli", "__main__", "__init__", *ANYWHERE}
 TORCH_ALLOWED = (
     "models/", "capture/", "backends/library/", "planning/", "runtime/", "api.py", "cli.py",
-    "report/bench", "backends/triton/worker.py", "backends/triton/launcher.py",
+    "report/bench", "backends/triton/worker.py", "backends/nvidia/launcher.py",
     "backends/triton/functions.py",
 )  # fmt: skip
 # they run the whole compiler, so they stand above it like the api

@@ -188,6 +188,9 @@ def test_doctor_tries_triton_and_asks_the_driver(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "build_all", lambda sources, gpu: [CompilerError("it died")])
     monkeypatch.setattr(doctor, "triton_version", lambda: "3.8.0")
     assert doctor._triton() == ("Triton", "3.8.0, builds nothing", "it died")
+    monkeypatch.setattr(doctor.cuda, "build_all", lambda sources, gpu: [CompilerError("it died")])
+    monkeypatch.setattr(doctor.cuda, "nvrtc_version", lambda: "NVRTC 13.0")
+    assert doctor._nvrtc() == ("NVRTC", "NVRTC 13.0, builds nothing", "it died")
 
     def version(pointer):
         pointer._obj.value = 13010

@@ -283,15 +283,16 @@ class Geometry:
     def tile_reads(self) -> tuple[Read, ...]:
         """What the epilogue reads by tiles; element by element where windows are folded from shared
         memory."""
-        return () if self.staged else tuple(r for r in self.problem.reads if r.kind == "tile")
+        if self.staged:
+            return ()
+        return tuple(r for r in self.problem.reads if r.kind == "tile")
 
     @cached_property
     def in_place(self) -> bool:
         """The one result takes the place of the first read."""
-        results = self.problem.results
-        if len(results) > 1 or not self.tile_reads or not results[0].tile:
-            return False
-        return results[0].tensor.dtype.size == self.tile_reads[0].tensor.dtype.size
+        sizes = [r.tensor.dtype.size for r in self.problem.results if r.tile]
+        first = [r.tensor.dtype.size for r in self.tile_reads[:1]]
+        return len(self.problem.results) == 1 and sizes == first
 
     @cached_property
     def tile_bytes(self) -> int:

@@ -6,16 +6,16 @@ from collections.abc import Iterable, Mapping
 from math import ceil, prod
 
 from onchip.backends.cuda.epilogue import epilogue_text
+from onchip.backends.cuda.form_axes import address, affine
 from onchip.backends.cuda.geometry import BLOCK, Geometry
 from onchip.backends.cuda.limits import refusal
-from onchip.backends.cuda.problem import Config, Line, Problem, Result
+from onchip.backends.cuda.problem import Config, Line, Problem
 from onchip.backends.cuda.source import CudaSource, Pointer, Strides, TensorMap
 from onchip.backends.cuda.weights import packed_weights
 from onchip.fusion.machine import HOPPER, Gpu
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.ir.dtype import DType
 from onchip.ir.expr import Axis, Expr, Tensor
-from onchip.ir.index import linear
 
 LINES = 4  # that the main loop counts; those that a problem lacks have one element
 INSTRUCTIONS = {"bf16": ("bf16", 16), "fp16": ("f16", 16), "tf32": ("tf32", 8)}
@@ -80,7 +80,7 @@ class _Emitter:
 
     def source(self) -> CudaSource:
         p, g = self.p, self.g
-        self.epilogue = epilogue_text(p, self.pointer)
+        self.epilogue = epilogue_text(p, self.pointer, self.strides, not g.staged)
         self.reads = g.tile_reads
         maps = [self._x_map(), self._w_map()]
         tiled = [r for r in p.results if r.tile]
@@ -92,6 +92,7 @@ class _Emitter:
                 "".join(f"// {line}\n" for line in self.comment.splitlines())
                 + f"// {self.c.label}",
                 "#include <onchip/hopper.cuh>",
+                "#include <onchip/scalar.cuh>",
                 self._sizes(),
                 self._arguments(),
                 "struct Place {\n    int batch, feature, at[4];\n};",
@@ -206,7 +207,7 @@ class _Emitter:
         values, puts, all_puts = [], [], []
         for n, r in enumerate(self.p.results):
             values.append(f"    if constexpr (R == {n}) return result{n}(a, acc, c, at, tile);")
-            where = f"a.{self.pointer(r.tensor)} + {self._address(r)}"
+            where = f"a.{self.pointer(r.tensor)} + element{n}(at)"
             half = "b" if r.tensor.dtype is DType.BF16 else "h"
             if r.tensor.dtype is DType.F32:
                 store = f"*({where}) = v;"
@@ -241,24 +242,11 @@ class _Emitter:
     def _axes(self, pooled: bool) -> tuple[Axis, ...]:
         return self.p.cell_axes if pooled else self.p.position_axes
 
-    def _address(self, r: Result) -> str:
-        step = self._steps(r.tensor, r.index)
-        offset = step.pop(None, 0)
-        names = {self.p.feature_axis: "at.feature", self.p.batch_axis: "at.batch"}
-        names |= {a: f"at.at[{n}]" for n, a in enumerate(self._axes(r.pooled))}
-        terms = [f"(long long){names[a]} * {s}" for a, s in step.items() if s]  # type: ignore[index]
-        return " + ".join([*terms, str(offset)])
-
     def _steps(self, t: Tensor, index: Iterable[Expr]) -> dict[Axis | None, int]:
         """Elements between neighbours along each axis of an index; under None, before the first."""
-        out: dict[Axis | None, int] = {}
-        for i, s in zip(index, self.strides[t], strict=True):
-            form = linear(i)
-            out[None] = out.get(None, 0) + form.constant * s
-            for atom, k in form.terms:
-                assert isinstance(atom, Axis), "a tile's index is affine"
-                out[atom] = out.get(atom, 0) + k * s
-        return out
+        form = address(tuple(index), self.strides[t])
+        assert affine(form), "a tile's elements lie at equal distances"
+        return {None: form.constant} | {a: c for a, c in form.terms if isinstance(a, Axis)}
 
     def _product(self) -> str:
         """One instruction: 64 features by the columns of a strip, 32 bytes of channels."""

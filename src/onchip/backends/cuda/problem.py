@@ -50,8 +50,8 @@ class Line:
 @dataclass(frozen=True, eq=False, slots=True)
 class Read:
     """A load of the epilogue. kind: "feature" (it depends on features and batch alone), "tile" (its
-    elements lie as the tile of results does, features innermost: the copy engine fetches it) or
-    "direct" (each element by its address)."""
+    elements lie as the tile of results does, features innermost: the copy engine fetches it; of
+    cells, where there are some) or "direct" (each element by its address)."""
 
     tensor: Tensor
     index: tuple[Expr, ...]
