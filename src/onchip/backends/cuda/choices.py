@@ -94,18 +94,11 @@ def _rings(p: Problem, config: Config, gpu: Gpu) -> Iterator[Config]:
 
 
 def _safe(p: Problem, config: Config) -> Iterator[Config]:
-    """The choice with at most STAGES chunks, if its boxes lie where they may, and no round of a
-    ring can be taken for another."""
+    """The choice with at most STAGES chunks, if its boxes lie where they may."""
     config = replace(config, x_stages=min(config.x_stages, STAGES))
     g = Geometry(p, config)
     if g.pieces > 1 and g.x_bytes // g.pieces % BOX_BYTES:
         return
-    if config.teams > 1 and not rings_hold(g) and not g.turns:
-        whole = config.x_stages // config.teams // inputs(g) * config.teams * inputs(g)
-        config = replace(config, x_stages=whole or (config.teams - 1) * inputs(g))
-        g = Geometry(p, config)
-        if config.x_stages < 2 or not (g.turns or rings_hold(g)):
-            return
     yield config
 
 
@@ -115,14 +108,6 @@ def _safe(p: Problem, config: Config) -> Iterator[Config]:
 def inputs(g: Geometry) -> int:
     """Chunks of input of a tile."""
     return g.chunks * prod(map(len, g.lines_taps))
-
-
-def rings_hold(g: Geometry) -> bool:
-    """Whether each team keeps to slots of its own: the rings are whole rounds of a tile for each
-    team. Only then, or if they take turns, a team that waits for a chunk can't mistake the round
-    before for its own: parity tells neighbouring rounds apart, and copies land in any order."""
-    c = g.config
-    return c.x_stages % (c.teams * inputs(g)) == 0 and c.w_stages % (c.teams * g.steps) == 0
 
 
 def clusters_of(gpu: Gpu, programs: int) -> int:

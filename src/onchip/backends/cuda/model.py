@@ -21,7 +21,7 @@ from __future__ import annotations
 from functools import cached_property
 from math import ceil, prod
 
-from onchip.backends.cuda.choices import choices, clusters_of, inputs, rings_hold
+from onchip.backends.cuda.choices import choices, clusters_of, inputs
 from onchip.backends.cuda.geometry import BLOCK, Geometry
 from onchip.backends.cuda.limits import refusal
 from onchip.backends.cuda.problem import Config, Problem
@@ -165,8 +165,8 @@ class Estimate:
 
     @property
     def together(self) -> bool:
-        """Teams multiply at the same time."""
-        return self.config.teams > 1 and rings_hold(self.geometry)
+        """Teams multiply at the same time: none waits until another's weights have come."""
+        return self.config.teams > 1 and not (self.config.w_stages and self.geometry.turns)
 
     @property
     def shared(self) -> float:
