@@ -530,6 +530,14 @@ def test_lines_that_lie_as_one_are_one(cases) -> None:
     assert (flat.channels, flat.taps) == (16 * 4 * 6, 1)
 
 
+def test_lines_that_a_result_has_apart_stay_apart() -> None:
+    """Planes behind a pointwise convolution: pixels follow each other, pictures do not."""
+    f = Fn(lambda s, x: s.c(x).contiguous(), c=conv(16, 24, 1))
+    p = check(case_of(f, image(2, 16, 6, 8)))
+    assert [n.positions for n in p.lines] == [48, 2]
+    assert not p.results[0].tile
+
+
 def test_reads_are_of_the_kind_that_their_place_allows(cases) -> None:
     def kinds(name: str) -> list[str]:
         return [r.kind for r in cases[name].problem.reads]

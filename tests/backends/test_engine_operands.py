@@ -147,14 +147,14 @@ class Linear(nn.Module):
 
 
 LINEAR = {
-    "two warpgroups": Config((128,), 0, split=2, x_stages=3, w_stages=3, r_stages=1),
-    "three parts of columns": Config((192,), 0, split=2, x_stages=2, w_stages=2, r_stages=1),
-    "two blocks": Config((48,), 0, blocks=2, split=2, x_stages=2, w_stages=2, r_stages=1),
+    "two warpgroups": Config((128,), 0, split=2, x_stages=3, w_stages=3, r_stages=2),
+    "three parts of columns": Config((192,), 0, split=2, x_stages=2, w_stages=2, r_stages=2),
+    "two blocks": Config((48,), 0, blocks=2, split=2, x_stages=2, w_stages=2, r_stages=2),
     "three teams": Config((32,), 0, teams=3, x_stages=3, w_stages=4, r_stages=3),
-    "one warpgroup": Config((64,), 0, x_stages=3, w_stages=4, r_stages=1),
-    "input shared": Config((64,), 0, split=2, x_stages=3, w_stages=3, r_stages=1, x_shared=2),
-    "weights shared": Config((64,), 0, split=2, x_stages=3, w_stages=3, r_stages=1, w_shared=2),
-    "channels shared": Config((64,), 0, split=2, x_stages=3, w_stages=3, r_stages=1, k_split=4),
+    "one warpgroup": Config((64,), 0, x_stages=3, w_stages=4, r_stages=2),
+    "input shared": Config((64,), 0, split=2, x_stages=3, w_stages=3, r_stages=2, x_shared=2),
+    "weights shared": Config((64,), 0, split=2, x_stages=3, w_stages=3, r_stages=2, w_shared=2),
+    "channels shared": Config((64,), 0, split=2, x_stages=3, w_stages=3, r_stages=2, k_split=4),
 }
 
 
@@ -164,7 +164,7 @@ def test_split_linear(name: str) -> None:
     p, c = case.problem, LINEAR[name]
     assert isinstance(p, Problem), p
     assert p.kind == "tf32x3"
-    checked(source_of(p, c, case.strides), min(launched(Geometry(p, c)), 255))
+    checked(source_of(p, c, case.strides), launched(Geometry(p, c)))
 
 
 @pytest.mark.parametrize("c", [
@@ -178,7 +178,7 @@ def test_split_convolution(c: Config) -> None:
     case = case_of(module, x, precision="tf32x3")
     p = case.problem
     assert isinstance(p, Problem), p
-    checked(source_of(p, c, case.strides), min(launched(Geometry(p, c)), 255))
+    checked(source_of(p, c, case.strides), launched(Geometry(p, c)))
 
 
 @pytest.mark.parametrize("name", INNER)
@@ -216,11 +216,11 @@ def test_registers_are_handed_on() -> None:
     assert seen > 3
     wide = Config((192,), 0, split=2)
     g = Geometry(p, replace(wide, x_stages=2, w_stages=2))
-    assert (available(g), held(g)) == (232, 96 + 2 * 32 + 32)
+    assert (available(g), held(g)) == (232, 96 + 2 * 32 + 32 + 8)
     assert refusal(g, GPUS["h200"].shared_bytes) is None
     found = refusal(Geometry(p, Config((256,), 0, x_stages=1, w_stages=1, split=2)), 1 << 30)
     assert isinstance(found, Refusal)
-    assert found.text == "224 sums a thread of 232 registers"
+    assert found.text == "232 sums a thread of 232 registers"
 
 
 def test_split_input_has_room() -> None:

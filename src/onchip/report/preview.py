@@ -22,7 +22,7 @@ from onchip.fusion.refusal import Refusal
 from onchip.fusion.region import Region
 from onchip.fusion.signature import signature
 from onchip.planning.candidates import Candidate, Context
-from onchip.planning.generators.triton import TritonGenerator, for_gpu
+from onchip.planning.generators import Generator, generator_for_gpu
 from onchip.planning.planner import copying_views
 from onchip.report.build import built_figures, kernel_row, launched
 
@@ -72,9 +72,11 @@ def preview(
     constants = frozenset(constant_tensors(graph)) | frozenset(graph.constants)
     results = (t for n in graph.nodes for t in n.results)
     context = Context(layouts, constants, frozenset({*graph.inputs, *graph.constants, *results}))
-    generator = for_gpu(gpu)
+    generator = generator_for_gpu(gpu)
     progress("partitioning", 0, 0)
-    partitioner = Partitioner(graph, layouts, constants, generator.root_of)
+    partitioner = Partitioner(
+        graph, layouts, constants, generator.root_of, pads_operands=generator.pads_operands
+    )
     groups = partitioner.run().groups
     regions = [partitioner.region(g.nodes) for g in groups]
     keys = [signature(r, layouts, constants) for r in regions]
@@ -94,7 +96,7 @@ def _kinds(
     groups: tuple[Group, ...],
     regions: list[Region],
     keys: list[str],
-    generator: TritonGenerator,
+    generator: Generator,
     context: Context,
 ) -> dict[str, _Kind]:
     """One for each kind of region that launches something and might be a kernel."""
@@ -114,7 +116,7 @@ def _kinds(
 def _compile(
     kinds: Mapping[str, _Kind],
     n: int,
-    generator: TritonGenerator,
+    generator: Generator,
     context: Context,
     progress: Progress,
 ) -> None:

@@ -198,17 +198,18 @@ class _Form:
     # ---- lines ---------------------------------------------------------------------------------
 
     def _stays(self, features: Sequence[Axis]) -> list[dict[Axis, int]]:
-        """Where the product's elements lie in what is copied in tiles."""
-        near = features[-1] if features else None
-        items = [(r.index, r.tensor) for r in self.found.outputs]
-        for r in self.found.outputs:
-            items += [(ld.index, ld.src) for ld in loads(r.value) if ld.pad is None]
+        """Where the product's elements lie in the results, and in what is read by tiles."""
+        along = [a for a in self.positions if a not in self.found.windows]
         out = []
-        for index, t in items:
-            steps = self._steps(index, self.strides[t]) if not _nested(index) else None
-            along = [a for a in self.positions if a not in self.found.windows]
-            if steps and steps.get(near, 0) == 1 and all(a in steps for a in along):  # type: ignore[arg-type]
-                out.append(steps)
+        for r in self.found.outputs:
+            steps = self._steps(r.index, self.strides[r.tensor])
+            out += [steps] if steps else []
+            for ld in loads(r.value):
+                if ld.pad is not None or _nested(ld.index):
+                    continue
+                steps = self._steps(ld.index, self.strides[ld.src]) or {}
+                near = not features or steps.get(features[-1], 0) == 1
+                out += [steps] if near and all(a in steps for a in along) else []
         return out
 
     def _line(self, group: list[Draft]) -> Line:

@@ -316,10 +316,9 @@ class Geometry:
     @cached_property
     def in_place(self) -> bool:
         """The one result takes the place of the first read."""
-        results, reads = self.problem.results, self.tile_reads
-        if len(results) != 1 or len(reads) == 0 or not results[0].tile:
-            return False
-        return results[0].tensor.dtype.size == reads[0].tensor.dtype.size
+        sizes = [r.tensor.dtype.size for r in self.problem.results if r.tile]
+        first = [r.tensor.dtype.size for r in self.tile_reads[:1]]
+        return len(self.problem.results) == 1 and sizes == first
 
     @cached_property
     def tile_bytes(self) -> int:
@@ -348,11 +347,11 @@ class Geometry:
 
     @property
     def turns(self) -> bool:
-        """Teams multiply one after the other: a ring is so short that two of its rounds could be
-        taken for each other by a team that skips the tiles of others."""
-        others, c = self.config.teams - 1, self.config
-        skipped = others * self.chunks * len(self.phases)
-        return others > 0 and (c.x_stages <= skipped or 0 < c.w_stages <= others * self.steps)
+        """Teams wait for each other: the slots of a ring go from team to team, and a barrier, which
+        tells two rounds apart, can't tell a team that the round before the last has been."""
+        c = self.config
+        chunks = c.teams * self.chunks * len(self.phases)
+        return c.teams > 1 and bool(c.x_stages % chunks or c.w_stages % (c.teams * self.steps))
 
     @property
     def barriers(self) -> int:

@@ -25,7 +25,7 @@ INSTRUCTIONS = {
     "tf32": ("tf32", 8),
     "tf32x3": ("tf32", 8),
 }
-MAP_KINDS = {"bf16": "bf16", "fp16": "fp16", "tf32": "fp32", "tf32x3": "fp32"}
+MAP_KINDS = {"bf16": "bf16", "fp16": "fp16", "tf32": "tf32", "tf32x3": "fp32"}
 KINDS = {DType.BF16: "bf16", DType.F16: "fp16", DType.F32: "fp32"}
 POINTED = {
     DType.F32: "float", DType.BF16: "u16", DType.F16: "u16", DType.F64: "double",

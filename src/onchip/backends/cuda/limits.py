@@ -9,7 +9,7 @@ from onchip.fusion.refusal import Refusal, Rule
 MOST_COLUMNS = 256  # of one instruction (PTX ISA, wgmma)
 MOST_CLUSTER = 16  # programs of a cluster
 MOST_THREADS = 1024
-OTHERS = 40  # registers of a thread beside its sums
+OTHERS = 32  # registers of a thread beside its sums, at least
 
 
 def refusal(g: Geometry, shared_bytes: int) -> Refusal | None:
@@ -32,8 +32,14 @@ def refusal(g: Geometry, shared_bytes: int) -> Refusal | None:
         ),
         (g.threads > MOST_THREADS, f"{g.threads} threads of at most {MOST_THREADS}"),
         (
-            g.tile_reads and g.r_stages < c.teams,
+            # each team has slots of its own, so that it never takes one round for another; a slot
+            # that a result leaves is free when the one after it has been written
+            g.tile_reads and (g.r_stages % c.teams or g.r_stages < c.teams * (1 + g.in_place)),
             f"{g.r_stages} tiles of reads for {c.teams} teams",
+        ),
+        (
+            g.pieces > 1 and g.x_bytes // g.pieces % 128,
+            f"parts of {g.x_bytes // g.pieces} bytes of a chunk",
         ),
         (
             [c.k_split, c.x_shared, c.w_shared].count(1) < 2 or c.cluster > MOST_CLUSTER,
@@ -56,8 +62,8 @@ def refusal(g: Geometry, shared_bytes: int) -> Refusal | None:
             f"{g.chunk} channels of features innermost for {c.w_shared} programs",
         ),
         (
-            not c.w_stages and p.batch > 1,
-            "weights of several batches can't stay",
+            not c.w_stages and (p.batch > 1 or c.k_split > 1),
+            "weights of several batches or parts can't stay",
         ),
     ]
     for wrong, text in checks:

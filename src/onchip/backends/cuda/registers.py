@@ -3,18 +3,18 @@ the warps that fetch and split hand theirs on when the kernel starts (PTX ISA, s
 
 from __future__ import annotations
 
-from onchip.backends.cuda.geometry import GROUP, Geometry
+from onchip.backends.cuda.geometry import GROUP, Geometry, up
 
 REGISTERS = 65536  # of a multiprocessor
 HELPING = 40  # of a thread that fetches or splits
-MOST = (
-    240  # that a thread is given at most: a multiple of 8 below 255, what an instruction can name
-)
+NAMED = 255  # of a thread, that instructions can name
+MOST = 240  # that a thread is given: a multiple of 8
+ADDRESSES = 8  # of a thread, where operands are split
 
 
 def launched(g: Geometry) -> int:
-    """Registers of a thread when the kernel starts."""
-    return REGISTERS // g.threads // 8 * 8
+    """Registers of a thread when the kernel starts: four warps' are handed out at a time."""
+    return min(REGISTERS // up(g.threads, 128) // 8 * 8, NAMED)
 
 
 def handed_on(g: Geometry) -> bool:
@@ -25,7 +25,7 @@ def handed_on(g: Geometry) -> bool:
 def available(g: Geometry) -> int:
     """Registers of a thread that multiplies."""
     if not handed_on(g):
-        return min(launched(g), 255)
+        return launched(g)
     left = g.threads * launched(g) - 128 * HELPING
     return min(left // (128 * g.warpgroups) // 8 * 8, MOST)
 
@@ -39,8 +39,8 @@ def part_groups(g: Geometry) -> int:
 
 def held(g: Geometry) -> int:
     """Registers of a thread that hold sums; where operands are split, also those of two parts of a
-    step, and a step's weights, twice."""
+    step, and a step's weights, twice, and more addresses."""
     if not g.problem.splits:
         return g.accumulators
     parts = 2 * GROUP * part_groups(g) // 2
-    return g.accumulators + parts + 2 * 4 * g.k_steps * g.config.blocks
+    return g.accumulators + parts + 2 * 4 * g.k_steps * g.config.blocks + ADDRESSES

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from onchip.errors import CompilerError, InputError
-from onchip.fusion.machine import HOPPER, Machine
+from onchip.fusion.machine import HOPPER, Gpu, Machine
 from onchip.fusion.refusal import Refusal
 from onchip.fusion.region import Region
 from onchip.ir.expr import Tensor
@@ -63,6 +63,11 @@ class Generator(Protocol):
         """What one kernel takes to compile, on one core."""
         ...
 
+    @property
+    def pads_operands(self) -> bool:
+        """See Partitioner."""
+        ...
+
     def root_of(
         self, region: Region, strides: dict[Tensor, Strides], constants: frozenset[Tensor]
     ) -> Tensor | Refusal | None:
@@ -113,6 +118,13 @@ def _for_gpu(device: torch.device, engine_alone: bool) -> Generator:
             f'sm_{gpu.capability}: use generator="auto"'
         )
     return triton.for_device(device)
+
+
+def generator_for_gpu(gpu: Gpu) -> Generator:
+    """The generator for a GPU that need not be here: its kernels can be written and compiled."""
+    from onchip.planning.generators import cuda, triton
+
+    return cuda.for_gpu(gpu) if gpu.capability == HOPPER else triton.for_gpu(gpu)
 
 
 def generator_for(device: torch.device, settings: Settings) -> Generator:

@@ -380,10 +380,12 @@ struct Consumer {
         u32 add = 0;
         walk(
             t,
-            [&](int, int) {
+            [&](int c, int phase) {
                 barrier_wait(s.x_full + 8 * x.slot, x.parity);
                 x_now = x.slot;
                 x.next();
+                if constexpr (cfg::TURNS && !STREAM)
+                    if (c == cfg::CHUNKS - 1 && phase == cfg::PHASES - 1) pass_on();
             },
             [&](int c, int tap, bool first) {
                 const int slot = STREAM ? w.slot : c * cfg::TAPS + tap;
@@ -404,7 +406,7 @@ struct Consumer {
                     w.next();
                 }
             });
-        if constexpr (cfg::TURNS) release<1>(s.turn + 8 * (group / cfg::SPLIT));
+        if constexpr (cfg::TURNS && STREAM) pass_on();
         products_wait<0>();
         release<cfg::X_SHARED>(s.x_empty + 8 * x_before);
         if constexpr (STREAM) release<cfg::W_SHARED>(s.w_empty + 8 * w_before);
@@ -421,12 +423,14 @@ struct Consumer {
         int x_now = -1;
         walk(
             t,
-            [&](int, int) {
+            [&](int c, int phase) {
                 if (x_now >= 0) release<cfg::X_SHARED>(s.x_empty + 8 * x_now);
                 barrier_wait(s.x_full + 8 * x.slot, x.parity);
                 barrier_wait(s.split + 8 * x.slot, x.parity);
                 x_now = x.slot;
                 x.next();
+                if constexpr (cfg::TURNS && !STREAM)
+                    if (c == cfg::CHUNKS - 1 && phase == cfg::PHASES - 1) pass_on();
             },
             [&](int c, int tap, bool) {
                 const int slot = STREAM ? w.slot : c * cfg::TAPS + tap;
@@ -440,10 +444,13 @@ struct Consumer {
                     w.next();
                 }
             });
-        if constexpr (cfg::TURNS) release<1>(s.turn + 8 * (group / cfg::SPLIT));
+        if constexpr (cfg::TURNS && STREAM) pass_on();
         release<cfg::X_SHARED>(s.x_empty + 8 * x_now);
         weights_here = true;
     }
+
+    // All that this team waits for has come: the next team may wait.
+    __device__ __forceinline__ void pass_on() { release<1>(s.turn + 8 * (group / cfg::SPLIT)); }
 
     // The rings as they are after a tile of another team.
     __device__ __forceinline__ void pass() {
@@ -859,7 +866,8 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
     Ring<cfg::R_STAGES + !cfg::R_STAGES> in;
     in.skip(team);
     u32 in_before = 0;
-    int turn = 0;
+    Features c[cfg::BLOCKS][2];
+    int feature = -1, batch = -1, turn = 0;
     for (int n = first_tile(); n < cfg::WORK; n += next_tile(), turn++) {
         if (cfg::TEAMS > 1 && turn % cfg::TEAMS != team) {
             consumer.pass();
@@ -869,10 +877,12 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
         const u32 read = s.in + (in.slot * cfg::SPLIT + consumer.member) * cfg::READ_BYTES;
         Epilogue e{a, s, t, group, consumer.member, (int)threadIdx.x & 127, warp & 3, (int)threadIdx.x & 31,
                    cfg::IN_PLACE ? read : s.out + group * cfg::TILE_BYTES, read};
-        Features c[cfg::BLOCKS][2];
-        UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
-            UNROLL for (int h = 0; h < 2; h++)
-                c[m][h] = features(a, t.batch, min(e.feature(m, h), cfg::FEATURES - 1));
+        if (t.feature != feature || t.batch != batch) {
+            feature = t.feature, batch = t.batch;
+            UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
+                UNROLL for (int h = 0; h < 2; h++)
+                    c[m][h] = features(a, batch, min(e.feature(m, h), cfg::FEATURES - 1));
+        }
         if constexpr (cfg::TURNS)
             if (turn > 0)
                 barrier_wait(s.turn + 8 * ((team + cfg::TEAMS - 1) % cfg::TEAMS), (turn - 1) / cfg::TEAMS & 1);
@@ -915,7 +925,7 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
         }
         if constexpr (cfg::STAGED) group_barrier(1 + group, 128);  // all have read
     }
-    if ((threadIdx.x & 127) == 0) stores_wait();
+    if ((threadIdx.x & 127) == 0) stores_wait_read<0>();  // shared memory goes with the program
     if constexpr (cfg::K_SPLIT > 1) barrier_acquire(s.added, 0);  // nobody reads this program's memory
 }
 
