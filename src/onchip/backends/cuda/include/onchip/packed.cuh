@@ -88,17 +88,6 @@ struct Cursor {
 
 // ---- the loaders -------------------------------------------------------------------------------
 
-template <int BYTES>
-DEVICE void copy_ahead(u32 to, const void* from, int there) {
-    if constexpr (BYTES == 16)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there) : "memory");
-    else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(to), "l"(from), "r"(there), "n"(BYTES) : "memory");
-}
-DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int LEFT>
-DEVICE void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
-
 // A slot's rows of input, as they are: zeros where there are none.
 template <class T>
 DEVICE void fetch_rows(u32 to, const T* x, Cursor at, int thread) {
@@ -112,7 +101,7 @@ DEVICE void fetch_rows(u32 to, const T* x, Cursor at, int thread) {
         const T* from = inside ? image + (long long)y * X_STEP[0] + e : x;
         const u32 where = to + i / COPIES * RAW_ROW + i % COPIES * COPY;
         if constexpr (COPY >= 4) copy_ahead<COPY>(where, from, inside ? COPY : 0);
-        else asm volatile("st.shared.b16 [%0], %1;" ::"r"(where), "h"(inside ? *(const u16*)from : (u16)0) : "memory");
+        else store_half(where, inside ? *(const u16*)from : 0);
     }
 }
 
@@ -126,7 +115,7 @@ DEVICE void read_run(u32 (&word)[4 * N], u32 at, int left) {
                 const uint4 v = load_part(at + 4 * i);
                 word[i] = v.x, word[i + 1] = v.y, word[i + 2] = v.z, word[i + 3] = v.w;
             } else if constexpr (WORDS == 2) {
-                asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(word[i]), "=r"(word[i + 1]) : "r"(at + 4 * i) : "memory");
+                load_words(at + 4 * i, word[i], word[i + 1]);
             } else {
                 word[i] = load_word(at + 4 * i);
             }
@@ -158,9 +147,7 @@ DEVICE void lay_out(u32 to, u32 raw, int chunk, int thread) {
         read_run<PER_ITEM>(word, raw + row * RAW_ROW + RAW_BEFORE * SIZE + column * STEP + first * 16, RUN - first * EACH);
         const u32 there = to + row * ROW_STEP + part * PART_STEP + column * 16;
         UNROLL for (int p = 0; p < PER_ITEM; p++)
-            asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(there + p * PART_STEP), "r"(word[4 * p]),
-                         "r"(word[4 * p + 1]), "r"(word[4 * p + 2]), "r"(word[4 * p + 3])
-                         : "memory");
+            store_part(there + p * PART_STEP, make_uint4(word[4 * p], word[4 * p + 1], word[4 * p + 2], word[4 * p + 3]));
     }
 }
 
@@ -209,12 +196,6 @@ DEVICE void arrive(u32 barrier) {
     if ((threadIdx.x & 31) == 0) barrier_arrive(barrier);
 }
 
-// Parts without permutation: 8 rows of 16 bytes are one piece, groups of 8 follow each other; `apart`:
-// bytes between the two parts of an instruction.
-DEVICE u64 parts(u32 address, u32 apart) {
-    return (u64)((address & 0x3FFFF) >> 4) | ((u64)(apart >> 4) << 16) | ((u64)(128 >> 4) << 32);
-}
-
 // All of a tile's products into d; `slot`: how many slots were filled before its first one. Where
 // runs come in chunks, it gives back each slot but the last.
 DEVICE void sum(Sums& d, const Shared& s, u32 weights, int slot, bool weights_here) {
@@ -241,7 +222,7 @@ DEVICE void sum(Sums& d, const Shared& s, u32 weights, int slot, bool weights_he
                     const u32 apart = PAIR_APART[i] < 0 ? s.zero - at : PAIR_APART[i];
                     product(d[m][strip],
                             mine + (i / K_STEPS * cfg::W_BYTES + m * BLOCK * 128 + i % K_STEPS * 32) / 16,
-                            parts(at, apart), i > 0 ? 1 : chunk > 0);
+                            plain_operand(at, apart), i > 0 ? 1 : chunk > 0);
                 }
         products_commit();
         if (RUN_CHUNKS > 1 && chunk > 0) {
