@@ -45,11 +45,12 @@ bench: $(VENV)/.demo
 	$(BIN)/onchip bench cpu --peers --json bench/results/cpu-cpu.json
 	$(BIN)/python -m onchip.report.benchmarks bench/results docs/benchmarks.md
 
-# The same on a machine with an NVIDIA GPU: what moves memory, and what computes.
+# The same on a machine with an NVIDIA GPU: what moves memory, what computes, and single calls.
 bench-gpu: $(VENV)/.demo
 	mkdir -p bench/results
 	$(BIN)/onchip bench memory --peers --json bench/results/memory-cuda.json
 	$(BIN)/onchip bench gpu --peers --json bench/results/gpu-cuda.json
+	$(BIN)/onchip bench engine --peers --json bench/results/engine-h200.json
 	$(BIN)/python -m onchip.report.benchmarks bench/results docs/benchmarks.md
 
 # The measured part of README.md and its picture; on an otherwise idle machine.

@@ -139,10 +139,19 @@ def test_why_and_kernels(api, tmp_path):
 def test_bench_checks_its_result(monkeypatch):
     fake = types.ModuleType("onchip.report.bench")
     result = {"suite": "s", "device": "d", "versions": {}, "date": "2026-01-01", "rows": []}
-    fake.run = lambda suite, peers: {**result, "suite": suite}
+    asked = []
+
+    def run(suite, peers, without):
+        asked.append((suite, peers, without))
+        return {**result, "suite": suite}
+
+    fake.run = run
     monkeypatch.setitem(sys.modules, "onchip.report.bench", fake)
     assert json.loads(runner.invoke(cli.app, ["bench", "memory"]).stdout)["suite"] == "memory"
-    fake.run = lambda suite, peers: {"suite": suite}
+    options = ["--peers", "--without", "inductor", "--without", "cudnn"]
+    assert runner.invoke(cli.app, ["bench", "engine", *options]).exit_code == 0
+    assert asked == [("memory", False, ()), ("engine", True, ("inductor", "cudnn"))]
+    fake.run = lambda suite, peers, without: {"suite": suite}
     broken = runner.invoke(cli.app, ["bench", "memory"])
     assert isinstance(broken.exception, OnchipError)
 
@@ -179,6 +188,9 @@ def test_doctor_tries_triton_and_asks_the_driver(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "build_all", lambda sources, gpu: [CompilerError("it died")])
     monkeypatch.setattr(doctor, "triton_version", lambda: "3.8.0")
     assert doctor._triton() == ("Triton", "3.8.0, builds nothing", "it died")
+    monkeypatch.setattr(doctor.cuda, "build_all", lambda sources, gpu: [CompilerError("it died")])
+    monkeypatch.setattr(doctor.cuda, "nvrtc_version", lambda: "NVRTC 13.0")
+    assert doctor._nvrtc() == ("NVRTC", "NVRTC 13.0, builds nothing", "it died")
 
     def version(pointer):
         pointer._obj.value = 13010

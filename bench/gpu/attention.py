@@ -15,7 +15,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from onchip.backends.cpp.run import region_for
-from onchip.backends.triton.build import Built, build_all
+from onchip.backends.nvidia.build import Built
+from onchip.backends.triton.build import build_all
 from onchip.backends.triton.kernel import emit_kernel
 from onchip.backends.triton.source import Options, TritonSource, Variant
 from onchip.backends.triton.tiles import variants

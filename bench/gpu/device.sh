@@ -2,11 +2,12 @@
 # What is measured on a machine with a GPU, from the repository's root:
 #
 #   bench/gpu/device.sh STEP...     steps: facts launcher conformance kernels planner runtime
-#                                    memory gpu sanitize
+#                                    memory gpu engine sanitize
 #
 # Every step has a time limit in seconds (STEP_S=120 sets another for all) and prints the last lines
 # of its output; all of it goes to $OUT/log.txt, results as JSON beside it (OUT is /tmp if not set).
-# KERNELS chooses kernels.py's cases, CASES (a regular expression) those of a suite. Exit code: how many steps failed.
+# KERNELS chooses kernels.py's cases, CASES (a regular expression) those of a suite, WITHOUT peers
+# that a suite leaves out (WITHOUT="inductor cudnn"). Exit code: how many steps failed.
 set -u -o pipefail
 export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export ONCHIP_CACHE="${ONCHIP_CACHE:-/tmp/onchip-cache}"
@@ -30,7 +31,7 @@ step() {
   tail -n "$lines" "$logs/$name" | cut -c 1-180
 }
 
-[ $# -gt 0 ] || set -- facts launcher conformance kernels planner runtime memory gpu sanitize
+[ $# -gt 0 ] || set -- facts launcher conformance kernels planner runtime memory gpu engine sanitize
 for wanted in "$@"; do
   case $wanted in
     facts) step facts 60 8 "$python" bench/gpu/facts.py ;;
@@ -41,7 +42,8 @@ for wanted in "$@"; do
     kernels) step kernels 400 90 "$python" bench/gpu/kernels.py ${KERNELS:-.} ;;
     sanitize) step sanitize 500 24 bench/gpu/sanitize.sh "${CASES:-}" ;;
     runtime) step runtime 240 30 "$python" bench/gpu/runtime_check.py ;;
-    memory | gpu) step "$wanted" 500 40 "$python" bench/gpu/suite.py "$wanted" "${CASES:-}" ;;
+    memory | gpu | engine) step "$wanted" 500 40 "$python" bench/gpu/suite.py "$wanted" \
+      "${CASES:-}" --without ${WITHOUT:-} ;;
     *) echo "no step $wanted" >&2; exit 2 ;;
   esac
 done

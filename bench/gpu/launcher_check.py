@@ -17,9 +17,11 @@ from pathlib import Path
 
 import torch
 
-from onchip.backends.triton.build import Built, build_all
-from onchip.backends.triton.launcher import Launcher
-from onchip.backends.triton.source import Launch, TritonSource
+from onchip.backends.nvidia.build import Built
+from onchip.backends.nvidia.launcher import Launcher
+from onchip.backends.nvidia.source import Launch
+from onchip.backends.triton.build import build_all
+from onchip.backends.triton.source import TritonSource
 from onchip.errors import DeviceError
 from onchip.planning.generators.triton import gpu_of
 

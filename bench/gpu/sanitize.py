@@ -16,7 +16,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 import torch  # noqa: E402
 from bench.gpu import region  # noqa: E402
 
-from onchip.backends.triton.build import Built, build_all  # noqa: E402
+from onchip.backends.nvidia.build import Built  # noqa: E402
+from onchip.backends.triton.build import build_all  # noqa: E402
 from onchip.errors import OnchipError  # noqa: E402
 from onchip.planning.generators import triton  # noqa: E402
 from onchip.report.bench_suites import Case  # noqa: E402

@@ -1,52 +1,129 @@
 """Cases of a suite of `onchip bench` with peers as a short table:
 
-    python3 bench/gpu/suite.py memory [REGEX]
+    python3 bench/gpu/suite.py SUITE [REGEX] [--without PEER...]
 
-Every row is printed, and the contract's JSON written to $OUT/SUITE-cuda.json (for bench/results),
-as soon as the case is done: a run that is stopped keeps what it has. Exit code 1: a case failed or
+REGEX chooses cases by name and type ("56x56.*bfloat16"). Every row is printed, and the contract's
+JSON written to $OUT/SUITE-cuda.json (for bench/results; merge.py joins those of several runs), as
+soon as the case is done: a run that is stopped keeps what it has. A case that breaks or hangs the
+process has a row that says so, and the others run in a new process. Exit code 1: a case failed or
 missed its target.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
+import signal
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from onchip.report import bench, schema
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))  # this repository, for bench.gpu
+sys.path.insert(0, str(HERE.parents[1] / "src"))
+
+from bench.gpu import kernels  # noqa: E402
+
+from onchip.report import bench, schema  # noqa: E402
+
+PEERS = ("eager", "bare", "cudnn", "channels_last", "inductor")
+QUIET_S = 240  # a case that takes longer hangs
 
 
-def main(suite: str, pattern: str = "") -> int:
-    target = Path(os.environ.get("OUT", "/tmp")) / f"{suite}-cuda.json"
-    print(f"{'onchip':>9} {'eager':>9} {'inductor':>9} {'floor':>8} {'share':>6} "
-          f"{'target':>8} {'kernels':>7} {'error':>8} {'eager':>8}  case")  # fmt: skip
-    rows: list[dict[str, Any]] = []
-    for case in bench.SUITES[suite]:
-        if re.search(pattern, case.name):
-            result = bench.run_cases(suite, [case], peers=True)
-            rows += result["rows"]
-            result["rows"] = rows
-            schema.check(result, schema.BENCH, "bench result")
-            target.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
-            print(line(rows[-1]), flush=True)
-    return 1 if any(missed(r) for r in rows) else 0
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    p.add_argument("suite", choices=bench.SUITES)
+    p.add_argument("pattern", nargs="?", default="", metavar="REGEX")
+    p.add_argument("--without", nargs="*", default=[], metavar="PEER")
+    p.add_argument("--state", type=Path, help=argparse.SUPPRESS)
+    return p.parse_args(argv)
+
+
+def name_of(case: bench.Case) -> str:
+    return f"{case.name} {str(case.dtype).removeprefix('torch.')}"
+
+
+def chosen(suite: str, pattern: str) -> list[bench.Case]:
+    found = [c for c in bench.SUITES[suite] if re.search(pattern, name_of(c))]
+    if not found:
+        sys.exit(f"no case of {suite} matches {pattern!r}")
+    return found
+
+
+def parent(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    chosen(options.suite, options.pattern)
+    state = Path(tempfile.mkdtemp(prefix="onchip-bench-")) / "state.jsonl"
+    state.touch()
+    print("".join(f"{h[:9]:>10}" for h in ("onchip", *PEERS, "floor", "share", "target", "kernels",
+                                       "error", "eager's")) + "  case")  # fmt: skip
+    command = [sys.executable, __file__, *argv, "--state", str(state)]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit: end the child, too
+    try:
+        code = kernels.supervise(command, state, QUIET_S)
+    except KeyboardInterrupt:
+        code = 124
+    result = written(options, state)
+    rows = result["rows"] if result else []
+    return 1 if code or not rows or any(missed(r) for r in rows) else 0
+
+
+def child(options: argparse.Namespace) -> int:
+    import torch
+    from bench.gpu.measure import alive
+
+    if bench.SUITES[options.suite][0].device == "cuda" and not torch.cuda.is_available():
+        sys.exit(f"suite {options.suite} runs on an NVIDIA GPU; torch sees none here")
+    done = {e["row"]["case"] for e in kernels.read(options.state) if "row" in e}
+    for case in chosen(options.suite, options.pattern):
+        name = name_of(case)
+        if name in done:
+            continue
+        kernels.append(options.state, dict(begin=dict(case=name, variant=options.suite)))
+        result = bench.run_cases(options.suite, [case], True, options.without)
+        row = dict(case=name, variant=options.suite, result=result)
+        kernels.append(options.state, dict(row=row))
+        written(options, options.state)
+        print(line(result["rows"][0]), flush=True)
+        if result["rows"][0]["onchip_us"] is None and not alive():
+            os._exit(kernels.RESTART)  # an orderly end would wait for the GPU
+    return 0
+
+
+def written(options: argparse.Namespace, state: Path) -> dict[str, Any] | None:
+    """All rows so far as one result, also in the file; None before the first."""
+    found = [e["row"] for e in kernels.read(state) if "row" in e]
+    whole = [r["result"] for r in found if "result" in r]
+    if not whole:
+        return None
+    cases = {name_of(c): c for c in chosen(options.suite, options.pattern)}
+    rows = [
+        r["result"]["rows"][0]
+        if "result" in r
+        else bench.failed(cases[r["case"]], RuntimeError(r["error"]))
+        for r in found
+    ]
+    result = whole[-1] | {"rows": rows}
+    schema.check(result, schema.BENCH, "bench result")
+    target = Path(os.environ.get("OUT", "/tmp")) / f"{options.suite}-cuda.json"
+    target.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
+    return result
 
 
 def line(r: dict[str, Any]) -> str:
-    def cell(v: float | None, form: str, width: int) -> str:
-        return f"{'-' if v is None else format(v, form):>{width}}"
+    def cell(v: float | None, form: str) -> str:
+        return f"{'-' if v is None else format(v, form):>10}"
 
     name = f"{r['name'].removeprefix('pipeline:')} {r['dtype']}"
-    times = (r["onchip_us"], r["peers"].get("eager"), r["peers"].get("inductor"))
-    cells = [cell(t, ",.1f", 9) for t in times]
-    cells += [cell(r["floor_us"], ",.1f", 8), cell(r["share"], ".1%", 6)]
-    cells += [cell(r["target_us"], ",.1f", 8), cell(r["launches"], "d", 7)]
-    cells += [cell(r["error"], ".1e", 8), cell(r["eager_error"], ".1e", 8)]
-    notes = f"\n    {r['notes'][:180]}" if r["onchip_us"] is None else ""
-    return f"{' '.join(cells)}  {name}{' MISSED' if missed(r) else ''}{notes}"
+    cells = [cell(t, ",.1f") for t in (r["onchip_us"], *(r["peers"].get(p) for p in PEERS))]
+    cells += [cell(r["floor_us"], ",.1f"), cell(r["share"], ".1%")]
+    cells += [cell(r["target_us"], ",.1f"), cell(r["launches"], "d")]
+    cells += [cell(r["error"], ".1e"), cell(r["eager_error"], ".1e")]
+    notes = f"\n    {r['notes'][:400]}" if r["onchip_us"] is None else ""
+    return f"{''.join(cells)}  {name}{' MISSED' if missed(r) else ''}{notes}"
 
 
 def missed(r: dict[str, Any]) -> bool:
@@ -56,4 +133,5 @@ def missed(r: dict[str, Any]) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    parsed = arguments(sys.argv[1:])
+    sys.exit(child(parsed) if parsed.state else parent(parsed, sys.argv[1:]))

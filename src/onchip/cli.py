@@ -148,8 +148,14 @@ def kernels(
 
 @app.command()
 def bench(
-    suite: Annotated[str, typer.Argument(metavar="SUITE", help="cpu, memory, gpu, networks ...")],
+    suite: Annotated[
+        str, typer.Argument(metavar="SUITE", help="cpu, memory, gpu, engine, networks ...")
+    ],
     peers: PeersOption = False,
+    without: Annotated[
+        list[str] | None,
+        typer.Option("--without", metavar="PEER", help="leave a peer out: inductor (on a GPU)"),
+    ] = None,
     json_path: JsonOption = None,
 ) -> None:
     """Run a suite of benchmarks."""
@@ -161,7 +167,7 @@ def bench(
         if error.name != "onchip.report.bench":
             raise
         raise OnchipError("this installation has no benchmarks (onchip.report.bench)") from error
-    result: dict[str, Any] = run(suite, peers)
+    result: dict[str, Any] = run(suite, peers, tuple(without or ()))
     schema.check(result, schema.BENCH, "bench result")
     text = json.dumps(result, indent=2, allow_nan=False)
     if json_path is None or json_path == "-":

@@ -16,8 +16,10 @@ class Settings:
     winograd          3-tap convolutions may be computed with fewer products (fusion/winograd.py),
                       where that is measured faster; never with numerics="eager"
     generator         what writes kernels: "auto" is C++ for tensors on the CPU and Triton for those
-                      on an NVIDIA GPU. "triton" on the CPU is for tests: kernels run under Triton's
-                      interpreter (TRITON_INTERPRET=1), are checked, and ship without being timed
+                      on an NVIDIA GPU, on Hopper GPUs beside the tensor-core engine; "triton" and
+                      "cuda" (the engine, for tests) force one of the two. "triton" on the CPU is
+                      for tests too: kernels run under Triton's interpreter (TRITON_INTERPRET=1),
+                      are checked, and ship without being timed
     fuel              apply only the first `fuel` fusions (for bisecting); None: all
     budget_s          seconds that searching and measuring may take for one specialisation
     threads           CPU threads of generated kernels; 0: as many as PyTorch uses
@@ -37,7 +39,7 @@ class Settings:
     numerics: Literal["fast", "eager"] = "fast"
     fold_batch_norm: bool = True
     winograd: bool = True
-    generator: Literal["auto", "cpp", "triton"] = "auto"
+    generator: Literal["auto", "cpp", "triton", "cuda"] = "auto"
     fuel: int | None = None
     budget_s: float = 60.0
     threads: int = 0

@@ -22,9 +22,10 @@ from tests.backends.triton_jobs import Job, finish, start
 from tests.fusion.harness import VALUES, Program, close, op, program, value
 
 from onchip.backends.cpp.run import region_for
-from onchip.backends.triton.build import Built, build_all
+from onchip.backends.nvidia.build import Built
+from onchip.backends.nvidia.resources import tool
+from onchip.backends.triton.build import build_all
 from onchip.backends.triton.kernel import emit_kernel
-from onchip.backends.triton.resources import tool
 from onchip.backends.triton.source import Options, TritonSource, Variant
 from onchip.backends.triton.stream_tiles import walk_variants
 from onchip.backends.triton.tiles import variants

@@ -3,8 +3,6 @@ how they are launched (with a driver of Python functions in place of CUDA's)."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import importlib.util
 import json
 import re
@@ -14,14 +12,17 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from tests.backends.fake_driver import Driver, installed
 
-from onchip.backends.triton import build, launcher, pool
-from onchip.backends.triton.build import Built, build_all
-from onchip.backends.triton.resources import Resources, over_budget, resident_programs
-from onchip.backends.triton.source import Launch, TritonSource
+from onchip.backends.nvidia import launcher, pool
+from onchip.backends.nvidia.build import Built
+from onchip.backends.nvidia.resources import Resources, over_budget, resident_programs
+from onchip.backends.nvidia.source import Launch
+from onchip.backends.triton import build
+from onchip.backends.triton.build import build_all
+from onchip.backends.triton.source import TritonSource
 from onchip.errors import CacheError, CompilerError, DeviceError
 from onchip.fusion.machine import GPUS
 from onchip.fusion.refusal import Rule
@@ -201,8 +202,8 @@ def test_what_takes_too_long_is_ended(text, waits, figure, how, cache, monkeypat
     made: list[pool.Worker] = []
 
     class Seen(pool.Worker):
-        def __init__(self) -> None:
-            super().__init__()
+        def __init__(self, compiler: pool.Compiler) -> None:
+            super().__init__(compiler)
             made.append(self)
 
     monkeypatch.setattr(pool, "Worker", Seen)
@@ -301,63 +302,9 @@ def test_under_the_interpreter_nothing_is_compiled(cache, monkeypatch):
 # ---- launching ---------------------------------------------------------------------------------
 
 
-class Driver:
-    """libcuda in Python: what was called, and codes to return instead of 0 (one each)."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple] = []
-        self.codes: dict[str, list[int]] = {}
-        self.counts: dict[int, int] = {}
-        self.attributes: list[list[tuple]] = []  # of each launch: number, value
-        for name, arguments in launcher._FUNCTIONS.items():
-            made = ctypes.CFUNCTYPE(ctypes.c_int, *(arguments or [ctypes.c_void_p] * 4))(
-                lambda *a, name=name: self.called(name, a)
-            )
-            setattr(self, name, made)
-
-    def called(self, name: str, arguments: tuple) -> int:
-        if name == "cuGetErrorName":
-            self.text = ctypes.c_char_p(b"CUDA_ERROR_OF_A_TEST")
-            ctypes.c_void_p.from_address(arguments[1]).value = ctypes.cast(
-                self.text, ctypes.c_void_p
-            ).value
-            return 0
-        if name == "cuLaunchKernelEx":
-            config, handle, parameters, extra = arguments
-            addresses = (ctypes.c_void_p * self.counts[handle]).from_address(parameters)
-            values = [ctypes.c_uint64.from_address(a).value for a in addresses]
-            sizes = list((ctypes.c_uint * 7).from_address(config))
-            stream, at, count = (ctypes.c_uint64 * 3).from_address(config + 32)
-            assert extra is None
-            words = [(ctypes.c_uint * 5).from_address(at + 72 * n) for n in range(count & 0xFFFF)]
-            self.attributes.append([(w[0], *w[2:]) for w in words])
-            arguments = (handle, *sizes, stream, values)
-        elif name == "cuModuleGetFunction":
-            handle = 1000 + len(self.counts)
-            ctypes.c_void_p.from_address(arguments[0]).value = handle
-            self.counts[handle] = 5
-        self.calls.append((name, *arguments))
-        left = self.codes.get(name, [])
-        return left.pop(0) if left else 0
-
-    def named(self, name: str) -> list[tuple]:
-        return [c[1:] for c in self.calls if c[0] == name]
-
-
 @pytest.fixture
 def driver(monkeypatch) -> Iterator[Driver]:
-    fake = Driver()
-    cuda = launcher.torch.cuda
-    monkeypatch.setattr(launcher, "driver", lambda: fake)
-    monkeypatch.setattr(cuda, "init", lambda: None)
-    monkeypatch.setattr(cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(cuda, "device", lambda index: contextlib.nullcontext())
-    stream = SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr(cuda, "current_stream", lambda: stream)
-    launcher._loaded.cache_clear()
-    yield fake
-    launcher._loaded.cache_clear()
+    yield from installed(monkeypatch)
 
 
 @needs_triton

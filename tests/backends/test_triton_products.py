@@ -20,8 +20,8 @@ from tests.fusion.harness import VALUES, Program, close, op, program, stored, va
 from tests.fusion.test_convolution import POOLS, batch_norm
 
 from onchip.backends.interpreter import evaluate
+from onchip.backends.nvidia.resources import tool
 from onchip.backends.triton.kernel import emit_kernel
-from onchip.backends.triton.resources import tool
 from onchip.backends.triton.source import Options, TritonSource, Variant
 from onchip.backends.triton.tiles import variants
 from onchip.fusion.layout import channels_last
@@ -559,7 +559,7 @@ def built(tmp_path_factory) -> dict[str, object]:
      "upsampling sm_90", "upsampling sm_100", "3 taps sm_90"],
 )  # fmt: skip
 def test_it_compiles_without_spills(name: str, built) -> None:
-    from onchip.backends.triton.build import Built
+    from onchip.backends.nvidia.build import Built
 
     made = built[name]
     assert isinstance(made, Built), made

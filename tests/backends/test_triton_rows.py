@@ -18,7 +18,8 @@ import torch
 from tests.backends.triton_jobs import Job, interpret, job_of, staged_of
 from tests.fusion.harness import Program, close, op, program, value
 
-from onchip.backends.triton.build import Built, build_all
+from onchip.backends.nvidia.build import Built
+from onchip.backends.triton.build import build_all
 from onchip.backends.triton.kernel import emit_kernel
 from onchip.backends.triton.phases import MOST_IN_CLUSTER, MOST_SHARING
 from onchip.backends.triton.source import TritonSource, Variant

@@ -15,7 +15,8 @@ from tests.conformance.compiled import Case
 from tests.conformance.generated_triton import Kernel, kernels_of
 from tests.fusion.harness import Program, close, op, program, value
 
-from onchip.backends.triton.build import Built, build_all
+from onchip.backends.nvidia.build import Built
+from onchip.backends.triton.build import build_all
 from onchip.fusion.machine import GPUS
 from onchip.ir.dtype import DType
 

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from tests.backends.triton_jobs import Job
 
+from onchip.backends.nvidia.source import Launch
 from onchip.backends.scalar_numpy import apply, numpy_dtype
 from onchip.backends.triton import spelling
-from onchip.backends.triton.source import Launch, TritonSource
+from onchip.backends.triton.source import TritonSource
 from onchip.ir.dtype import BY_LABEL, DType
 
 UNARY = """neg abs sign floor ceil trunc round frac isnan isinf isfinite logical_not""".split()  # noqa: SIM905

@@ -18,8 +18,9 @@ import torch
 from tests.fusion.harness import Program
 
 from onchip.backends.cpp.run import region_for
+from onchip.backends.nvidia.build import Built
 from onchip.backends.triton import spelling
-from onchip.backends.triton.build import Built, build_all
+from onchip.backends.triton.build import build_all
 from onchip.backends.triton.source import TritonSource
 from onchip.errors import CompilerError
 from onchip.fusion.layout import contiguous

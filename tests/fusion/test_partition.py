@@ -23,7 +23,7 @@ def partitioner(f, *inputs):
     graph = capture(module or f, inputs).graph
     layouts = choose_layouts(graph, lambda n: n.op in ("view", "permute", "slice", "expand", "t"))
     constants = frozenset(constant_tensors(graph)) | frozenset(graph.constants)
-    root_of = lambda r, strides: partition.region_root(r, strides, MACHINE)  # noqa: E731
+    root_of = lambda r, strides, constants: partition.region_root(r, strides, MACHINE)  # noqa: E731
     return Partitioner(graph, layouts, constants, root_of)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from onchip.errors import OnchipError, UnknownModel
 from onchip.models import Model, audio, available, crepe, language, pipelines, resolve
@@ -103,6 +104,69 @@ def test_default_shapes_and_batch_of_pipelines():
     assert run(model)[0].shape == (1, 64, 28, 28)
     with pytest.raises(UnknownModel, match="no batch axis"):
         resolve("pipeline:add-mul:2^10", batch=2)
+
+
+def test_a_layer_is_its_product_and_steps():
+    """Against functions of PyTorch's, in float64."""
+    model = resolve("layer:3x3/2d2g2+bn+residual+relu+pool3:2x4x17x19-6:channels-last")
+    x, y = (each.double() for each in model.example_inputs)
+    assert x.is_contiguous(memory_format=torch.channels_last)
+    product, norm = model.module.product.double(), model.module.bn.double()
+    assert product.bias is None
+    want = F.conv2d(x, product.weight, None, 2, 2, 2, 2)
+    assert y.shape == want.shape == (2, 6, 9, 10)
+    scale = norm.weight / (norm.running_var + norm.eps).sqrt()
+    want = (want - norm.running_mean[:, None, None]) * scale[:, None, None]
+    want = F.max_pool2d((want + norm.bias[:, None, None] + y).relu(), 3, 2, 1)
+    torch.testing.assert_close(model.module.double()(x, y), want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape"),
+    [
+        ("9+relu+pool:2x3x40-8", (2, 8, 20)),
+        ("3x3x3+bn+relu:2x3x4x6x8-5:channels-last", (2, 5, 4, 6, 8)),
+        ("1x1+bn+residual+relu:2x8x5x5-16", (2, 16, 5, 5)),
+        ("linear+gelu+residual:7x8-9", (7, 9)),
+        ("bmm+relu:2x3x4-5", (2, 3, 5)),
+    ],
+)
+def test_layers_of_any_rank(spec, shape):
+    (out,) = check(f"layer:{spec}")
+    assert out.shape == shape
+    assert resolve(f"layer:{spec}", batch=3).example_inputs[0].shape[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        ("3x3:2x3x8x8", "no layer"),
+        ("3x3+tanh:2x3x8x8-4", "'tanh' is no step"),
+        ("dense:2x3-4", "'dense' is no product"),
+        ("3:2x3x8x8-4", "1 more axes"),
+        ("3x3g2:2x3x8x8-4", "3 channels, 4 features"),
+        ("linear+bn:2x3-4", "bn follows convolutions only"),
+        ("bmm:2x3-4", r"bmm takes \[b, n, k\]"),
+        ("linear:2x3-4:channels-last", "images and volumes"),
+    ],
+)
+def test_what_is_no_layer_says_why(spec, why):
+    with pytest.raises(UnknownModel, match=why):
+        resolve(f"layer:{spec}")
+
+
+def test_crepe_without_its_weights(monkeypatch):
+    """The same architecture; batch norms fitted, so that activations keep their scale."""
+
+    def missing(*_):
+        raise AssertionError("random weights need no package")
+
+    monkeypatch.setattr(crepe, "installed_file", missing)
+    (out,) = check("torchcrepe:tiny:random", batch=2)
+    assert out.shape == (2, 360)
+    assert (out > 0).all()
+    assert (out < 1).all()
+    assert out.std() > 0.01
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 30])

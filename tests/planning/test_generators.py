@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from onchip.backends.triton.source import Workspace
+from onchip.backends.nvidia.source import Workspace
 from onchip.capture import capture
 from onchip.errors import CompilerError, DeviceError, InputError
 from onchip.fusion.machine import GPUS, Machine

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from onchip.analysis.traffic import Traffic
-from onchip.backends.triton.build import Built, Cubin
-from onchip.backends.triton.resources import Resources
-from onchip.backends.triton.source import Launch
+from onchip.backends.nvidia.build import Built, Cubin
+from onchip.backends.nvidia.resources import Resources
+from onchip.backends.nvidia.source import Launch
 from onchip.errors import OnchipError
 from onchip.report import Decision, KernelRow
 from onchip.report.build import built_figures, launched
@@ -163,7 +163,7 @@ def test_figures_of_several_functions():
     b = replace(a, registers=40, stack_bytes=512, spills=0, shared_bytes=5000, occupancy=0.5)
     cubins = tuple(Cubin(Path("a.cubin"), "f", 3, r) for r in (a, b))
     launches = (Launch("f", 3, (0,)), Launch("g", 0, (0,)), Launch("h", 1, (0,)))
-    built = Built(Path("a.py"), launches, cubins, False)
+    built = Built("triton", Path("a.py"), launches, cubins, False)
     assert built_figures(built) == {
         "registers": 100, "spills": 64, "shared_bytes": 5000, "occupancy": 0.25,
         "code_bytes": 1600, "compile_s": 2.0,

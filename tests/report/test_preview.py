@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from onchip import cli
 from onchip.analysis.roofline import datasheet
-from onchip.backends.triton import build, pool
+from onchip.backends.nvidia import pool
+from onchip.backends.triton import build
 from onchip.capture import capture
 from onchip.errors import CompilerError, OnchipError
 from onchip.fusion.machine import GPUS
@@ -85,7 +86,7 @@ def test_the_next_variant_stands_in_for_one_that_cannot_be_built(captured, monke
 
 
 def test_where_nothing_is_within_budget_the_library_runs(captured, monkeypatch):
-    monkeypatch.setattr("onchip.backends.triton.resources.MOST_CODE", 16)
+    monkeypatch.setattr("onchip.backends.nvidia.resources.MOST_CODE", 16)
     found = preview(captured, GPUS["h200"], datasheet("h200"))
     assert {p.row.backend for p in found} == {"library"}
     assert len(found) == 7  # three operators of each kernel, and sort; the view launches nothing

@@ -13,7 +13,7 @@ from tests.modules import Fn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from onchip.backends.triton.source import Workspace
+from onchip.backends.nvidia.source import Workspace
 from onchip.capture import schema
 from onchip.fusion.layout import contiguous
 from onchip.planning.plan import KernelStep, LibraryStep, Plan

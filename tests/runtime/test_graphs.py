@@ -10,7 +10,7 @@ from tests.modules import Fn, same
 from torch import nn
 
 from onchip.analysis.record import Blocker
-from onchip.backends.triton import launcher
+from onchip.backends.nvidia import launcher
 from onchip.planning.recording import Recording
 from onchip.runtime import graphs
 from onchip.runtime.blockers import find_blockers

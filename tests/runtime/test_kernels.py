@@ -12,7 +12,7 @@ import torch
 from tests.modules import Fn, same
 from torch import nn
 
-from onchip.backends.triton.source import Workspace
+from onchip.backends.nvidia.source import Workspace
 from onchip.planning.plan import Derived, KernelStep, LibraryStep, Plan
 from onchip.planning.values import aligned
 from onchip.runtime import executable

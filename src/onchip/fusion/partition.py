@@ -22,7 +22,7 @@ from onchip.ir.graph import Graph, Node, addressed
 
 Strides = tuple[int, ...]
 # The root of a nest of a region, None if it takes several nests; or why it can't be one kernel.
-RootOf = Callable[[Region, dict[Tensor, Strides]], Tensor | Refusal | None]
+RootOf = Callable[[Region, dict[Tensor, Strides], frozenset[Tensor]], Tensor | Refusal | None]
 
 # Operations per element, of all operators together: what a kernel of more gains by being one (a
 # tensor written and read, a launch) is a percent of its time, and the C++ compiler takes seconds.
@@ -147,7 +147,7 @@ class Partitioner:
         region = self.region(a.nodes + b.nodes)
         key = signature(region, self.strides, self.constants)
         if key not in self.memo:
-            found = self.root_of(region, self.strides)
+            found = self.root_of(region, self.strides, self.constants)
             self.memo[key] = region.tensors.index(found) if isinstance(found, Tensor) else found
         known = self.memo[key]
         return region.tensors[known] if isinstance(known, int) else known

@@ -53,6 +53,10 @@ class Rule(Enum):
     COMPILER = (Family.FAILED, "the compiler refused the generated source")
     SPILLS = (Family.OVER_BUDGET, "the kernel needs more registers than a program can have")
     SHARED_MEMORY = (Family.OVER_BUDGET, "the kernel needs more shared memory than there is")
+    SERIALISED = (
+        Family.OVER_BUDGET,
+        "the compiler makes the kernel's matrix products wait for each other",
+    )
     TOO_LARGE = (Family.OVER_BUDGET, "the kernel would be too long to compile and to cache")
 
     @property

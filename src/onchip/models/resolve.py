@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from onchip.errors import OnchipError, UnknownModel
-from onchip.models import crepe, facenet, files, language, minilm, pipelines, vision
+from onchip.models import crepe, facenet, files, language, layers, minilm, pipelines, vision
 from onchip.models.model import Model, nearest
 
 FAMILIES: dict[str, Callable[[str, int | None], Model]] = {
@@ -18,6 +18,7 @@ FAMILIES: dict[str, Callable[[str, int | None], Model]] = {
     "torchcrepe": crepe.load,
     "facenet": facenet.load,
     "pipeline": pipelines.load,
+    "layer": layers.load,
 }
 # A few of the large families' names, for help texts (the full lists need their packages).
 EXAMPLES = {
@@ -26,7 +27,8 @@ EXAMPLES = {
     "transformers": list(language.CHECKED),
 }
 FORMS = (
-    "torchvision:, timm:, transformers:, torchcrepe:, facenet:, minilm, pipeline:, file.py:, .pt2"
+    "torchvision:, timm:, transformers:, torchcrepe:, facenet:, minilm, pipeline:, layer:, "
+    "file.py:, .pt2"
 )
 
 
@@ -65,10 +67,11 @@ def available(family: str | None = None) -> dict[str, list[str]]:
     match family:
         case None:
             own = {
-                "torchcrepe": list(crepe.CHANNELS),
+                "torchcrepe": crepe.names(),
                 "facenet": list(facenet.NETS),
                 "minilm": ["minilm"],
                 "pipeline": pipelines.names(),
+                "layer": list(layers.EXAMPLES),
             }
             return {**{name: list(some) for name, some in EXAMPLES.items()}, **own}
         case "torchvision":

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from onchip.backends.triton.source import Workspace
+from onchip.backends.nvidia.source import Workspace
 from onchip.fusion.region import Region
 from onchip.ir.expr import Tensor
 from onchip.planning.plan import Derived, Kernel

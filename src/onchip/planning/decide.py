@@ -234,9 +234,10 @@ class Decider:
             for i, b in built.items()
         }
         constants, values = self.partitioner.constants, self.values
-        return tune(
+        found = tune(
             u.region, u.candidates, kernels, forms[u], constants, values, seconds, self.clock
         )
+        return replace(found, refused=(*found.refused, *u.refused))
 
     # -- parts of groups
 

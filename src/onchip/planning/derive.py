@@ -11,6 +11,7 @@ from onchip.ir.dtype import DType
 from onchip.ir.expr import Load, Tensor, loads
 from onchip.ir.graph import defined_by, reads
 from onchip.ir.index import bounds, is_affine, linear
+from onchip.planning.gather import gathered, is_gather
 from onchip.planning.plan import Derived
 from onchip.planning.values import copied, torch_dtype
 
@@ -27,20 +28,32 @@ def derived_tensor(
     strides: tuple[int, ...] | None = None,
     device: torch.device | str = "cpu",
 ) -> Derived:
-    """A tensor that depends on constants only, evaluated in float64 (on the CPU) and rounded once;
-    dense, or with the strides that a kernel asks for, on `device`."""
+    """A tensor that depends on constants only, evaluated in float64 on the CPU (what is only moved:
+    on `device`) and rounded once; dense, or with the strides that a kernel asks for, on
+    `device`."""
     if t in available:
         return Derived(f"{t.name} as {strides}", (t,), lambda v: _restrided(v[0].detach(), strides))
     sources = _sources(t, available)
-    dtype = torch_dtype(t)
 
     def compute(values: list[torch.Tensor]) -> torch.Tensor:
-        given = {s: to_numpy(v) for s, v in zip(sources, values, strict=True)}
-        (out,) = evaluate([t], given, exact=t.dtype.is_float)
-        dense = torch.from_numpy(np.array(out, copy=True)).to(dtype).contiguous()
+        given = dict(zip(sources, values, strict=True))
+        dense = _exact(t, given, device).to(torch_dtype(t)).contiguous()
         return _restrided(dense.to(device), strides)
 
     return Derived(f"{t.name} as {strides}", sources, compute)
+
+
+def _exact(
+    t: Tensor, given: dict[Tensor, torch.Tensor], device: torch.device | str
+) -> torch.Tensor:
+    """The tensor's value, not rounded yet where it is of floating point."""
+    if is_gather(t):
+        read = {s: given[s] if s in given else _exact(s, given, device) for s in reads(t)}
+        return gathered(t, read, device)
+    sources = _sources(t, frozenset(given))
+    numbers = {s: to_numpy(given[s]) for s in sources}
+    (out,) = evaluate([t], numbers, exact=t.dtype.is_float)
+    return torch.from_numpy(np.array(out, copy=True))
 
 
 def _restrided(x: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:

@@ -12,9 +12,12 @@ import torch
 
 from onchip.analysis.roofline import Ceilings
 from onchip.backends.cpp.compiler import cache_folder, compiler_version
+from onchip.backends.cuda import build as cuda
+from onchip.backends.cuda.source import CudaSource, Pointer
+from onchip.backends.nvidia.launcher import driver
+from onchip.backends.nvidia.source import Launch
 from onchip.backends.triton.build import build_all, triton_version
-from onchip.backends.triton.launcher import driver
-from onchip.backends.triton.source import Launch, TritonSource
+from onchip.backends.triton.source import TritonSource
 from onchip.errors import CacheError, CompilerError, DeviceError
 from onchip.fusion.machine import GPUS
 from onchip.planning import machine
@@ -27,6 +30,18 @@ _TINY = TritonSource(
     (),
     (),
     ("*fp32",),
+)
+
+# And for NVRTC.
+_TINY_CUDA = CudaSource(
+    'extern "C" __global__ void kernel(float* out) { out[threadIdx.x] = 1.0f; }\n',
+    "kernel",
+    (Pointer(0),),
+    1,
+    128,
+    0,
+    (),
+    (),
 )
 
 Row = tuple[str, str, str]  # item, what was found, what to do ("" if nothing)
@@ -50,6 +65,7 @@ def examine() -> list[Row]:
         _gpu(),
         _driver(),
         _triton(),
+        _nvrtc(),
         _compiler(),
         _cache(),
         *(_optional(name, gives) for name, gives in _OPTIONAL.items()),
@@ -114,6 +130,18 @@ def _triton() -> Row:
     if isinstance(made, CompilerError):
         return ("Triton", f"{triton_version()}, builds nothing", str(made))
     return ("Triton", f"{triton_version()}, builds a kernel for sm_90", "")
+
+
+def _nvrtc() -> Row:
+    """Whether NVRTC builds a kernel, in a process of its own."""
+    try:
+        found = cuda.nvrtc_version()
+        (made,) = cuda.build_all([_TINY_CUDA], GPUS["h200"])
+    except (CompilerError, CacheError) as error:
+        return ("NVRTC", version("cuda-bindings") or "not installed", str(error))
+    if isinstance(made, CompilerError):
+        return ("NVRTC", f"{found}, builds nothing", str(made))
+    return ("NVRTC", f"{found}, builds a kernel for sm_90", "")
 
 
 def _compiler() -> Row:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from onchip.backends.triton.source import Workspace
+from onchip.backends.nvidia.source import Workspace
 from onchip.ir.expr import Tensor
 from onchip.ir.graph import LibraryCall, Node
 

@@ -28,7 +28,7 @@ from onchip.settings import Settings
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Planned:
-    """A plan and its books. generator: "cpp" or "triton"; timed: whether its kernels' times say
+    """A plan and its books. generator: its name; timed: whether its kernels' times say
     anything; problem: why it could build nothing ("" if it could)."""
 
     plan: Plan

@@ -38,6 +38,11 @@ def has_float32_product(region: Region) -> bool:
     )
 
 
+def has_product(region: Region) -> bool:
+    """Whether a matrix product is among what the region computes."""
+    return any(map(_multiplies, region.nodes))
+
+
 def precisions(region: Region, allowed: tuple[bool, bool]) -> tuple[str, ...]:
     """Ways to compute the region's float32 products that are as exact as PyTorch's, fastest first:
     "tf32" only where PyTorch may use it (`allowed`: see tf32_allowed), else three TF32 products

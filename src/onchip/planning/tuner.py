@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from onchip.backends.cpp.compiler import cache_folder
-from onchip.backends.triton.source import Workspace
+from onchip.backends.nvidia.source import Workspace
 from onchip.errors import CompilerError, InternalError, OnchipError
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.fusion.region import Region

@@ -9,7 +9,7 @@ import hashlib
 import heapq
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,24 @@ FLOPS_PER_BYTE = 8
 @dataclass(frozen=True, eq=False, slots=True)
 class Unit:
     """One group of the partition. candidates: kernels that may run it, by the number that their
-    verdict knows them by; refusal: why there can't be any."""
+    verdict knows them by; refusal: why there can't be any; refused: variants that were chosen and
+    could not be written, as a Verdict has them."""
 
     group: Group
     region: Region
     key: str
     candidates: Mapping[int, Candidate]
     refusal: Refusal | None
+    refused: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Written:
+    """See Unit."""
+
+    candidates: Mapping[int, Candidate] = field(default_factory=dict)
+    refusal: Refusal | None = None
+    refused: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -80,17 +91,18 @@ def find_units(
         places.append((g, region, _key(text, generator), tensors))
     kinds, known = _kinds(places, generator, context)
     limits = _limits(kinds, known, [key for _, _, key, _ in places], most)
-    written: dict[str, dict[int, Candidate] | Refusal] = {}
+    written: dict[str, _Written] = {}
     for k, kind in kinds.items():
         chosen = [known[k].index] if k in known else range(limits[k])
         written[k] = _write(kind, chosen, generator, context)
     units = []
     for g, region, k, tensors in places:
-        found = partitioner.own_refusal(g.nodes[0]) if g.opaque else written.get(k, {})
-        if isinstance(found, Refusal):
-            units.append(Unit(g, region, k, {}, found))
-        else:
-            units.append(Unit(g, region, k, _moved(found, kinds.get(k), region, tensors), None))
+        if g.opaque:
+            units.append(Unit(g, region, k, {}, partitioner.own_refusal(g.nodes[0])))
+            continue
+        found = written.get(k, _Written())
+        moved = _moved(found.candidates, kinds.get(k), region, tensors)
+        units.append(Unit(g, region, k, moved, found.refusal, found.refused))
     return units, known
 
 
@@ -134,27 +146,29 @@ def _write(
     chosen: Sequence[int],
     generator: Generator,
     context: Context,
-) -> dict[int, Candidate] | Refusal:
+) -> _Written:
     """The chosen variants' kernels, equal ones once; if none can be written, the first that can."""
     out: dict[int, Candidate] = {}
     texts: set[str] = set()
-    refused = kind.refusal
+    first = kind.refusal
+    refused: list[tuple[str, str]] = []
     rest = [i for i in range(len(kind.variants)) if i not in chosen]
     for i in [*chosen, *rest]:
         if i >= len(kind.variants) or (i not in chosen and out):
             continue
         c = generator.write(kind.region, kind.variants[i], context)
         if isinstance(c, Refusal):
-            refused = refused or c
+            first = first or c
+            refused.append((kind.variants[i].label, str(c)))
         elif c.source.text not in texts:
             texts.add(c.source.text)
             out[i] = c
-    return refused if refused is not None and not out else out
+    return _Written(out, None if out else first, tuple(refused))
 
 
 def _moved(
-    found: dict[int, Candidate], kind: _Kind | None, region: Region, tensors: tuple[Tensor, ...]
-) -> dict[int, Candidate]:
+    found: Mapping[int, Candidate], kind: _Kind | None, region: Region, tensors: tuple[Tensor, ...]
+) -> Mapping[int, Candidate]:
     if kind is None or kind.region is region:
         return found
     same = dict(zip(kind.region.tensors, region.tensors, strict=True))
@@ -201,6 +215,6 @@ def _code_version() -> str:
     root = Path(onchip.__file__).parent
     for folder in ("ir", "ops", "fusion", "backends", "planning"):
         for f in sorted((root / folder).rglob("*")):
-            if f.suffix in (".py", ".h"):
+            if f.suffix in (".py", ".h", ".cuh"):
                 h.update(f.read_bytes())
     return h.hexdigest()

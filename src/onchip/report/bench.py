@@ -16,26 +16,32 @@ from onchip.report.report import Report
 __all__ = ["SUITES", "Case", "row_of", "run", "run_cases"]
 
 
-def run(suite: str, peers: bool = False) -> dict[str, Any]:
-    """Results of a suite on this machine, in the form of report.schema.BENCH. A case that fails
-    has a row that says why. Raises OnchipError if there is no such suite, or no GPU for it."""
+def run(suite: str, peers: bool = False, without: Sequence[str] = ()) -> dict[str, Any]:
+    """Results of a suite on this machine, in the form of report.schema.BENCH; on a GPU the peers
+    named in `without` are left out. A case that fails has a row that says why. Raises OnchipError
+    if there is no such suite, or no GPU for it."""
     if suite not in SUITES:
         raise OnchipError(f"no suite {suite!r}: there are {', '.join(SUITES)}")
-    return run_cases(suite, SUITES[suite], peers)
+    return run_cases(suite, SUITES[suite], peers, without)
 
 
-def run_cases(suite: str, cases: Sequence[Case], peers: bool) -> dict[str, Any]:
-    """The same for cases of one device."""
+def run_cases(
+    suite: str, cases: Sequence[Case], peers: bool, without: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The same for cases of one device, all measured call by call or none."""
     from onchip import api
     from onchip.planning.machine import device_name
 
     device = cases[0].device
     if device == "cuda" and not torch.cuda.is_available():
         raise OnchipError(f"suite {suite} runs on an NVIDIA GPU; torch sees none here")
+    conditions: dict[str, Any] = {}
     if device == "cuda":
+        from onchip.report.bench_engine import EngineBench
         from onchip.report.bench_gpu import DeviceBench
 
-        rows = DeviceBench(peers).rows(cases)
+        bench = (EngineBench if cases[0].once else DeviceBench)(peers, without)
+        rows, conditions = bench.rows(cases), bench.conditions()
     else:
         rows = [_row(case, peers) for case in cases]
     return {
@@ -43,6 +49,7 @@ def run_cases(suite: str, cases: Sequence[Case], peers: bool) -> dict[str, Any]:
         "device": device_name(device),
         "versions": api.versions(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        **conditions,
         "rows": rows,
     }
 

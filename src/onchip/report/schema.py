@@ -18,12 +18,12 @@ def _maybe(kind: str, text: str) -> Schema:
     return {"type": [kind, "null"], "description": text}
 
 
-def _object(text: str, /, **properties: Schema) -> Schema:
+def _object(text: str, optional: tuple[str, ...] = (), /, **properties: Schema) -> Schema:
     return {
         "type": "object",
         "description": text,
         "properties": properties,
-        "required": list(properties),
+        "required": [name for name in properties if name not in optional],
         "additionalProperties": False,
     }
 
@@ -153,10 +153,13 @@ REPORT: Schema = _object(
 
 BENCH: Schema = _object(
     "Results of `onchip bench SUITE --json`.",
+    ("protocol", "empty_us"),
     suite=_value("string", "suite's name"),
     device=_value("string", "the device's own name"),
     versions=_map("package -> version", _value("string", "version")),
     date=_value("string", "ISO date"),
+    protocol=_value("string", "how times were taken; absent where docs/design.md says it"),
+    empty_us=_value("number", "what a kernel without work takes by that protocol"),
     rows=_list(
         "One for each case.",
         _object(

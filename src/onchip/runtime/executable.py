@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from onchip.backends.triton.launcher import early_starts
+from onchip.backends.nvidia.launcher import early_starts
 from onchip.capture import schema
 from onchip.capture.captured import Captured, Result
 from onchip.fusion.layout import captured_strides, contiguous, extent

@@ -10,8 +10,7 @@ from functools import cached_property
 from itertools import product
 from math import ceil, gcd, prod
 
-from onchip.backends.cuda.problem import Config, Line, Problem
-from onchip.fusion.refusal import Refusal, Rule
+from onchip.backends.cuda.problem import Config, Line, Problem, Read
 
 GROUP = 8  # positions that lie side by side, row by row, for one instruction
 BLOCK = 64  # features of one instruction
@@ -19,7 +18,6 @@ STEP_BYTES = 32  # of channels that one instruction multiplies
 LINE_BYTES = 128  # of a row of a tile of results
 ALIGNED = 1024  # bytes, where a permuted tile may start
 MOST_BOX = 256  # elements of one copy along a dimension
-MOST_COLUMNS = 256  # of one instruction
 
 
 def up(n: int, unit: int) -> int:
@@ -135,28 +133,37 @@ class Geometry:
     def x_rows(self) -> int:
         return prod(self.extents)
 
+    @cached_property
+    def outermost(self) -> int:
+        """The line that the copies of a chunk divide: the last one with more than one element."""
+        return max((n for n, e in enumerate(self.extents) if e > 1), default=0)
+
     @property
     def pieces(self) -> int:
-        """Copies of a chunk: one, unless a single line is longer than a copy may be."""
-        return ceil(self.extents[0] / MOST_BOX) if len(self.extents) == 1 else 1
+        """Copies of a chunk: one, unless programs share them or a line is longer than a copy."""
+        shared = self.config.x_shared
+        return shared * ceil(self.extents[self.outermost] / (MOST_BOX * shared))
 
     @property
     def piece(self) -> int:
-        """Elements of the first line in a copy."""
-        return ceil(self.extents[0] / self.pieces)
+        """Elements of the outermost line in a copy."""
+        return ceil(self.extents[self.outermost] / self.pieces)
+
+    @cached_property
+    def copied(self) -> tuple[int, ...]:
+        """Elements of each line in one copy."""
+        return tuple(self.piece if n == self.outermost else e for n, e in enumerate(self.extents))
 
     @property
     def x_bytes(self) -> int:
         """Of a chunk of input, as the copies count them."""
-        return self.piece * self.pieces * prod(self.extents[1:]) * self.config.row_bytes
+        return self.pieces * prod(self.copied) * self.config.row_bytes
 
     @property
     def x_box(self) -> tuple[int, ...]:
         """Elements that a copy spans along each line."""
-        return tuple(
-            (n - 1) * line.stride + 1
-            for n, line in zip((self.piece, *self.extents[1:]), self.problem.lines, strict=True)
-        )
+        lines = zip(self.copied, self.problem.lines, strict=True)
+        return tuple((n - 1) * line.stride + 1 for n, line in lines)
 
     # ---- columns: positions --------------------------------------------------------------------
 
@@ -233,13 +240,19 @@ class Geometry:
         return ceil(self.problem.features / self.tile_features)
 
     @property
+    def position_tiles(self) -> int:
+        return prod(self.tiles)
+
+    @property
     def work(self) -> int:
-        """Tiles of results, times the programs that share each."""
-        return prod(self.tiles) * self.feature_tiles * self.problem.batch * self.config.k_split
+        """Tiles, or groups of tiles, that a cluster takes at a time."""
+        features = ceil(self.feature_tiles / self.config.x_shared)
+        return features * ceil(self.position_tiles / self.config.w_shared) * self.problem.batch
 
     @property
     def threads(self) -> int:
-        return 128 * self.config.teams * self.config.split + 32
+        """Of a program: its warpgroups, a warp that fetches operands, one that fetches reads."""
+        return 128 * self.config.teams * self.config.split + 32 * (1 + bool(self.tile_reads))
 
     # ---- shared memory -------------------------------------------------------------------------
 
@@ -267,13 +280,29 @@ class Geometry:
         return up(rows, GROUP) * LINE_BYTES * (1 if size == 2 else 2)
 
     @cached_property
+    def tile_reads(self) -> tuple[Read, ...]:
+        """What the epilogue reads by tiles; element by element where windows are folded from shared
+        memory."""
+        if self.staged:
+            return ()
+        return tuple(r for r in self.problem.reads if r.kind == "tile")
+
+    @cached_property
+    def in_place(self) -> bool:
+        """The one result takes the place of the first read."""
+        sizes = [r.tensor.dtype.size for r in self.problem.results if r.tile]
+        first = [r.tensor.dtype.size for r in self.tile_reads[:1]]
+        return len(self.problem.results) == 1 and sizes == first
+
+    @cached_property
     def tile_bytes(self) -> int:
         """Of a warpgroup's results on their way out, all blocks of features."""
         sizes = [
-            self.result_bytes(prod(self.cells if r.pooled else self.config.patch), size)
+            self.result_bytes(
+                prod(self.cells if r.pooled else self.config.patch), r.tensor.dtype.size
+            )
             for r in self.problem.results
-            if r.tile and not (r.pooled and self.staged)
-            for size in (r.tensor.dtype.size,)
+            if r.tile and not (r.pooled and self.staged) and not self.in_place
         ]
         if self.staged:
             sizes.append(self.result_bytes(prod(self.config.patch), 4 if self.wide else 2))
@@ -283,54 +312,46 @@ class Geometry:
     def read_bytes(self) -> int:
         """Of a warpgroup's tiles that the epilogue reads."""
         return self.config.blocks * sum(
-            self.result_bytes(prod(self.cells), r.tensor.dtype.size)
-            for r in self.problem.reads
-            if r.kind == "tile"
+            self.result_bytes(prod(self.cells), r.tensor.dtype.size) for r in self.tile_reads
         )
 
     @property
+    def r_stages(self) -> int:
+        return self.config.r_stages if self.tile_reads else 0
+
+    @property
+    def turns(self) -> bool:
+        """Teams multiply one after the other: a ring is so short that two of its rounds could be
+        taken for each other by a team that skips the tiles of others."""
+        others, c = self.config.teams - 1, self.config
+        skipped = others * self.chunks * len(self.phases)
+        return others > 0 and (c.x_stages <= skipped or 0 < c.w_stages <= others * self.steps)
+
+    @property
     def barriers(self) -> int:
-        """Of 8 bytes each: full and empty for every slot, one for a warpgroup's reads."""
-        groups = self.config.teams * self.config.split
-        return 2 * (self.config.x_stages + self.w_tiles) + groups
+        """Of 8 bytes each: full and empty for every slot, a turn for each team, and one for each
+        warpgroup that adds up."""
+        c = self.config
+        return 2 * (c.x_stages + self.w_tiles + self.r_stages) + c.teams + c.teams * c.split
 
     @property
     def shared_bytes(self) -> int:
         """What a program asks for, with what alignment may cost."""
-        groups = self.config.teams * self.config.split
+        c = self.config
         return (
             ALIGNED
             + self.w_tiles * self.w_bytes
-            + self.config.x_stages * self.x_slot
-            + groups * (self.tile_bytes + self.read_bytes)
+            + c.x_stages * self.x_slot
+            + c.teams * c.split * self.tile_bytes
+            + self.r_stages * c.split * self.read_bytes
             + 8 * self.barriers
-            + 16 * groups
         )
 
-    def refusal(self, shared_bytes: int) -> Refusal | None:
-        """Why there is no such kernel; None if there is. shared_bytes: that a program may use."""
-        c, name = self.config, self.problem.results[0].tensor.name
-        registers = 65536 // self.threads // 8 * 8
-        checks = [
-            (self.columns > MOST_COLUMNS, f"{self.columns} columns of at most {MOST_COLUMNS}"),
-            (c.patch[0] % GROUP > 0, f"a patch of {c.patch[0]} positions, not a multiple of 8"),
-            (max(self.x_box) > MOST_BOX, f"a box of {max(self.x_box)} of at most {MOST_BOX}"),
-            (
-                self.pieces > 1 and self.problem.lines[0].stride > 1,
-                f"a strided line of {self.extents[0]} elements",
-            ),
-            (self.tile_features > MOST_BOX, f"{self.tile_features} features a tile"),
-            (min(self.cells) < 1, "a patch smaller than a window"),
-            (
-                self.accumulators + 40 > min(registers, 255),
-                f"{self.accumulators} sums a thread of {min(registers, 255)} registers",
-            ),
-            (self.threads > 1024, f"{self.threads} threads of at most 1024"),
-        ]
-        for wrong, text in checks:
-            if wrong:
-                return Refusal(Rule.CONTRACTION_FORM, name, text)
-        if self.shared_bytes > shared_bytes:
-            text = f"{self.shared_bytes:,} bytes of {shared_bytes:,}"
-            return Refusal(Rule.SHARED_MEMORY, name, text, {"shared_bytes": self.shared_bytes})
-        return None
+    @property
+    def operand_bytes(self) -> int:
+        return self.w_tiles * self.w_bytes + self.config.x_stages * self.x_slot
+
+    @property
+    def partial_bytes(self) -> int:
+        """Of a program's sums, where programs share a tile."""
+        return self.config.split * self.accumulators * 128 * 4

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from math import prod
+from math import ceil, prod
 
 from onchip.backends.cuda.epilogue import epilogue_text
-from onchip.backends.cuda.geometry import BLOCK, GROUP, Geometry
-from onchip.backends.cuda.problem import Config, Line, Problem, Read, Result
+from onchip.backends.cuda.form_axes import address, affine
+from onchip.backends.cuda.geometry import BLOCK, Geometry
+from onchip.backends.cuda.limits import refusal
+from onchip.backends.cuda.problem import Config, Line, Problem
 from onchip.backends.cuda.source import CudaSource, Pointer, Strides, TensorMap
-from onchip.backends.triton.source import Workspace
+from onchip.backends.cuda.weights import packed_weights
 from onchip.fusion.machine import HOPPER, Gpu
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.ir.dtype import DType
 from onchip.ir.expr import Axis, Expr, Tensor
-from onchip.ir.index import linear
 
 LINES = 4  # that the main loop counts; those that a problem lacks have one element
 INSTRUCTIONS = {"bf16": ("bf16", 16), "fp16": ("f16", 16), "tf32": ("tf32", 8)}
@@ -46,7 +47,7 @@ def emit(
     if problem.kind not in INSTRUCTIONS:
         text = f"no main loop for {problem.kind}"
         return Refusal(Rule.CONTRACTION_FORM, problem.results[0].tensor.name, text)
-    refused = g.refusal(gpu.shared_bytes)
+    refused = refusal(g, gpu.shared_bytes)
     if refused:
         return refused
     return _Emitter(g, gpu, strides, name, comment, late).source()
@@ -64,14 +65,13 @@ class _Emitter:
     ) -> None:
         self.g, self.p, self.c = g, g.problem, g.config
         self.gpu, self.strides, self.name, self.comment = gpu, strides, name, comment
-        read = dict.fromkeys([self.p.x, self.p.w, *(r.tensor for r in self.p.reads)])
-        self.inputs = tuple(sorted(read, key=lambda t: t in late or t is self.packed))
+        self.w = packed_weights(self.p, g.chunk) if self.p.w_constant else self.p.w
+        # the weights' tensor among the inputs is the one that the kernel reads
+        read = dict.fromkeys([self.p.x, *(r.tensor for r in self.p.reads), self.w])
+        derived = late | ({self.w} if self.p.w_constant else set())
+        self.inputs = tuple(sorted(read, key=lambda t: t in derived))
         self.outputs = tuple(dict.fromkeys(r.tensor for r in self.p.results))
         self.numbers = {t: n for n, t in enumerate((*self.inputs, *self.outputs))}
-
-    @property
-    def packed(self) -> Tensor | None:
-        return self.p.w if self.p.w_constant else None
 
     def pointer(self, t: Tensor) -> str:
         return f"t{self.numbers[t]}"
@@ -80,20 +80,19 @@ class _Emitter:
 
     def source(self) -> CudaSource:
         p, g = self.p, self.g
-        self.epilogue = epilogue_text(p, self.pointer)
-        self.reads = () if g.staged else self.epilogue.tile_reads
+        self.epilogue = epilogue_text(p, self.pointer, self.strides, not g.staged)
+        self.reads = g.tile_reads
         maps = [self._x_map(), self._w_map()]
         tiled = [r for r in p.results if r.tile]
         maps += [self._tile_map(r.tensor, r.index, r.pooled) for r in tiled]
         maps += [self._tile_map(r.tensor, r.index, p.pools) for r in self.reads]
-        workspace = self._workspace()
-        count = len(self.numbers)
-        pointers = [Pointer(n) for n in range(count + len(workspace))]
+        pointers = [Pointer(n) for n in range(len(self.numbers))]
         text = "\n\n".join(
             [
                 "".join(f"// {line}\n" for line in self.comment.splitlines())
                 + f"// {self.c.label}",
                 "#include <onchip/hopper.cuh>",
+                "#include <onchip/scalar.cuh>",
                 self._sizes(),
                 self._arguments(),
                 "struct Place {\n    int batch, feature, at[4];\n};",
@@ -113,30 +112,28 @@ class _Emitter:
             g.shared_bytes,
             self.inputs,
             self.outputs,
-            workspace,
+            cluster=self.c.cluster,
         )
 
     @property
     def programs(self) -> int:
         """Of the launch: one a multiprocessor, each with the same tiles of features if its weights
-        stay."""
-        most = self.gpu.multiprocessors
+        stay; of those that share a tile's channels, one for each part."""
+        cluster = self.c.cluster
+        if self.c.k_split > 1:
+            return self.g.work * cluster
+        most = self.gpu.multiprocessors // cluster
         if not self.c.w_stages:
-            most = most // self.g.feature_tiles * self.g.feature_tiles
-        return min(self.g.work, most)
-
-    def _workspace(self) -> tuple[Workspace, ...]:
-        if self.c.k_split == 1:
-            return ()
-        tiles = self.g.work // self.c.k_split * self.c.split
-        sums = 4 * tiles * self.c.k_split * self.g.accumulators * 128
-        return Workspace(sums), Workspace(4 * tiles, zeroed=True)
+            features = ceil(self.g.feature_tiles / self.c.x_shared)
+            most = max(most // features, 1) * features
+        return min(self.g.work, most) * cluster
 
     def _sizes(self) -> str:
         g, p, c = self.g, self.p, self.c
-        near = max(n for n in range(1, NEAR + 1) if g.feature_tiles % n == 0)
+        features = ceil(g.feature_tiles / c.x_shared)
+        near = max(n for n in range(1, NEAR + 1) if features % n == 0)
         if not c.w_stages:
-            near = g.feature_tiles
+            near = features
         begins = [0]
         for phase in g.phases:
             begins.append(begins[-1] + len(phase.taps))
@@ -144,7 +141,7 @@ class _Emitter:
         reads = [r.tensor.dtype.size for r in self.reads]
         blocks = [g.result_bytes(prod(g.cells), size) for size in reads]
         starts = [c.blocks * sum(blocks[:n]) for n in range(len(blocks))]
-        rows = prod(g.cells)
+        read = sum(prod(g.cells) * BLOCK * s for s in reads) * c.blocks * c.split
         scalars = {
             "TEAMS": c.teams, "SPLIT": c.split, "BLOCKS": c.blocks, "ALONG": c.along,
             "GROUPS": g.groups, "STRIPS": len(g.strips), "GROUP_ROWS": g.group_rows,
@@ -152,14 +149,17 @@ class _Emitter:
             "TAPS": p.taps, "PHASES": len(g.phases), "LINES": len(p.lines),
             "X_SLOT": g.x_slot, "X_BYTES": g.x_bytes, "X_STAGES": c.x_stages,
             "X_RANK": 1 + len(p.lines) + (p.batch > 1), "X_BATCHED": int(p.batch > 1),
-            "PIECES": g.pieces, "PIECE": g.piece,
+            "PIECES": g.pieces, "PIECE": g.piece, "OUTERMOST": g.outermost,
             "W_BYTES": g.w_bytes, "W_STAGES": c.w_stages, "W_PACKED": int(p.w_constant),
             "W_RANK": 2 if p.w_constant or p.batch == 1 else 3,
             "FEATURES": p.features, "FEATURE_TILES": g.feature_tiles, "FEATURE_GROUP": near,
-            "BATCH": p.batch, "K_SPLIT": c.k_split, "WORK": g.work, "CLUSTER": 1,
-            "TILE_BYTES": g.tile_bytes, "READ_BYTES": g.read_bytes if self.reads else 0,
+            "BATCH": p.batch, "POSITION_TILES": g.position_tiles, "WORK": g.work,
+            "CLUSTER": c.cluster, "K_SPLIT": c.k_split,
+            "X_SHARED": c.x_shared, "W_SHARED": c.w_shared, "TURNS": int(g.turns),
+            "TILE_BYTES": g.tile_bytes, "READ_BYTES": g.read_bytes, "R_STAGES": g.r_stages,
+            "IN_PLACE": int(g.in_place),
             "TILE_RANK": 1 + len(p.lines) + (p.batch > 1),
-            "READS": len(reads), "READ_TX": sum(rows * BLOCK * s * c.blocks for s in reads),
+            "READS": len(reads), "READ_TX": read,
             "RESULTS": len(p.results), "STAGED": int(g.staged), "WIDE": int(g.wide),
         }  # fmt: skip
         folds = {"max": "'M'", "min": "'m'", "sum": "'s'", "": "0"}
@@ -200,7 +200,6 @@ class _Emitter:
             fields.append(f"const {POINTED[t.dtype]}* {self.pointer(t)};")
         for t in self.outputs:
             fields.append(f"{POINTED[t.dtype]}* {self.pointer(t)};")
-        fields += ["float* partial;", "u32* arrived;"]
         return "struct Args {\n" + "\n".join(f"    {f}" for f in fields) + "\n};"
 
     def _dispatch(self) -> str:
@@ -208,7 +207,7 @@ class _Emitter:
         values, puts, all_puts = [], [], []
         for n, r in enumerate(self.p.results):
             values.append(f"    if constexpr (R == {n}) return result{n}(a, acc, c, at, tile);")
-            where = f"a.{self.pointer(r.tensor)} + {self._address(r)}"
+            where = f"a.{self.pointer(r.tensor)} + element{n}(at)"
             half = "b" if r.tensor.dtype is DType.BF16 else "h"
             if r.tensor.dtype is DType.F32:
                 store = f"*({where}) = v;"
@@ -217,15 +216,13 @@ class _Emitter:
                 pack = "pack_bf16" if half == "b" else "pack_fp16"
                 store = f"*({where}) = (u16){pack}(v, 0.f);"
                 several = (
-                    f"u32 w[N / 2]; _Pragma(\"unroll\") for (int i = 0; i < N / 2; i++) "
+                    f'u32 w[N / 2]; _Pragma("unroll") for (int i = 0; i < N / 2; i++) '
                     f"w[i] = {pack}(v[2 * i], v[2 * i + 1]); "
                     "if constexpr (N == 8) *(uint4*)to = make_uint4(w[0], w[1], w[2], w[3]); "
                     "else *(uint2*)to = make_uint2(w[0], w[1]);"
                 )
             puts.append(f"    if constexpr (R == {n}) {store}")
-            all_puts.append(
-                f"    if constexpr (R == {n}) {{ auto* to = {where}; {several} }}"
-            )
+            all_puts.append(f"    if constexpr (R == {n}) {{ auto* to = {where}; {several} }}")
         takes = "const Args& a, float acc, const Features& c, const Place& at, const float* tile"
         return "\n".join(
             [
@@ -245,24 +242,11 @@ class _Emitter:
     def _axes(self, pooled: bool) -> tuple[Axis, ...]:
         return self.p.cell_axes if pooled else self.p.position_axes
 
-    def _address(self, r: Result) -> str:
-        step = self._steps(r.tensor, r.index)
-        offset = step.pop(None, 0)
-        names = {self.p.feature_axis: "at.feature", self.p.batch_axis: "at.batch"}
-        names |= {a: f"at.at[{n}]" for n, a in enumerate(self._axes(r.pooled))}
-        terms = [f"(long long){names[a]} * {s}" for a, s in step.items() if s]  # type: ignore[index]
-        return " + ".join([*terms, str(offset)])
-
     def _steps(self, t: Tensor, index: Iterable[Expr]) -> dict[Axis | None, int]:
         """Elements between neighbours along each axis of an index; under None, before the first."""
-        out: dict[Axis | None, int] = {}
-        for i, s in zip(index, self.strides[t], strict=True):
-            form = linear(i)
-            out[None] = out.get(None, 0) + form.constant * s
-            for atom, k in form.terms:
-                assert isinstance(atom, Axis), "a tile's index is affine"
-                out[atom] = out.get(atom, 0) + k * s
-        return out
+        form = address(tuple(index), self.strides[t])
+        assert affine(form), "a tile's elements lie at equal distances"
+        return {None: form.constant} | {a: c for a, c in form.terms if isinstance(a, Axis)}
 
     def _product(self) -> str:
         """One instruction: 64 features by the columns of a strip, 32 bytes of channels."""
@@ -292,11 +276,6 @@ class _Emitter:
         for t in self.outputs:
             taken.append(f"{POINTED[t.dtype]}* {self.pointer(t)}")
             fields.append(self.pointer(t))
-        if self.c.k_split > 1:
-            taken += ["float* partial", "u32* arrived"]
-            fields += ["partial", "arrived"]
-        else:
-            fields += ["nullptr", "nullptr"]
         places, at = [], 0
         for r in self.p.results:
             places.append(f"&result{at}_map" if r.tile else "nullptr")
@@ -340,11 +319,11 @@ class _Emitter:
             sizes, steps = (p.channels, p.features), (p.w_step,)
             if p.batch > 1:
                 sizes, steps = (*sizes, p.batch), (*steps, p.w_batch)
-        box = (g.chunk, g.tile_features, 1)[: len(sizes)]
+        box = (g.chunk, g.tile_features // self.c.w_shared, 1)[: len(sizes)]
         return TensorMap(
-            self.numbers[p.w],
+            self.numbers[self.w],
             MAP_KINDS[p.kind],
-            0,
+            p.w_offset,
             sizes,
             tuple(s * p.size for s in steps),
             box,
@@ -382,6 +361,3 @@ def _padded(values: Iterable[int], by: int = 1) -> list[int]:
 
 def _list(values: Iterable[int]) -> str:
     return "{" + ", ".join(map(str, values)) + "}"
-
-
-__all__ = ["GROUP", "Read", "emit"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 from onchip.ir.dtype import DType
-from onchip.ir.expr import Axis, Expr, Tensor, Var
+from onchip.ir.expr import Axis, Expr, Load, Tensor, Var
 
 # What the accumulator, or a pooled cell, is called in the expressions of an epilogue.
 ACC = Var("acc", DType.F32)
@@ -50,8 +50,8 @@ class Line:
 @dataclass(frozen=True, eq=False, slots=True)
 class Read:
     """A load of the epilogue. kind: "feature" (it depends on features and batch alone), "tile" (its
-    elements lie as the tile of results does, features innermost: the copy engine fetches it) or
-    "direct" (each element by its address)."""
+    elements lie as the tile of results does, features innermost: the copy engine fetches it; of
+    cells, where there are some) or "direct" (each element by its address)."""
 
     tensor: Tensor
     index: tuple[Expr, ...]
@@ -84,6 +84,9 @@ class Problem:
     w_constant  the weights are laid out at load (`packed`); else w is read as it lies, one tap, its
                 channels innermost: w_step elements between two features, w_batch between batches
     packed      [batch, taps, chunks, features, channels of a chunk]: see weights.py
+    w_element   the element of w for a feature, batch, tap along each line and channel, over
+                feature_axis, batch_axis, tap_axes and channel_axis
+    w_offset    elements before the first one of w that is read, where w is not constant
     axes        what the epilogue's expressions are over: feature, batch, positions, cells (of each
                 line, as `lines` are ordered)
     before      a position's value, in ACC; fold: "max", "min", "sum" or "" over windows of
@@ -111,6 +114,10 @@ class Problem:
     fold: str
     results: tuple[Result, ...]
     reads: tuple[Read, ...]
+    w_element: Load | None = None
+    tap_axes: tuple[Axis, ...] = ()
+    channel_axis: Axis | None = None
+    w_offset: int = 0
 
     @property
     def size(self) -> int:
@@ -138,7 +145,10 @@ class Config:
     teams      that take turns at tiles: one's epilogue hides behind another's products
     row_bytes  of a chunk of channels: 128, 64 or 32
     x_stages   chunks of input on their way; w_stages: tiles of weights, 0: all of them stay
-    k_split    programs that share the channels and taps of a tile
+    r_stages   tiles of what the epilogue reads on their way
+    k_split    programs of a cluster that share the channels and taps of a tile, and add up
+    x_shared   programs of a cluster that multiply the same input, by features of their own;
+               w_shared: the same weights, at positions of their own; fetched once for all
     """
 
     patch: tuple[int, ...]
@@ -149,7 +159,10 @@ class Config:
     row_bytes: int = 128
     x_stages: int = 3
     w_stages: int = 0
+    r_stages: int = 2
     k_split: int = 1
+    x_shared: int = 1
+    w_shared: int = 1
 
     @property
     def label(self) -> str:
@@ -157,4 +170,11 @@ class Config:
         text += f", {self.teams} teams of {self.split} by {64 * self.blocks} features"
         weights = f"{self.w_stages} tiles of weights" if self.w_stages else "weights stay"
         text += f", {self.x_stages} chunks of {self.row_bytes} bytes, {weights}"
+        text += f", input shared by {self.x_shared}" * (self.x_shared > 1)
+        text += f", weights shared by {self.w_shared}" * (self.w_shared > 1)
         return text + f", K split in {self.k_split}" * (self.k_split > 1)
+
+    @property
+    def cluster(self) -> int:
+        """Programs that run together."""
+        return self.k_split * self.x_shared * self.w_shared

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from onchip.backends.triton.source import Workspace
+from onchip.backends.nvidia.source import TensorMap, Workspace
 from onchip.ir.expr import Tensor
 
 Strides = tuple[int, ...]
@@ -15,30 +15,6 @@ class Pointer:
     """A parameter: the address of the kernel's n-th tensor or workspace."""
 
     n: int
-
-
-@dataclass(frozen=True, slots=True)
-class TensorMap:
-    """A parameter: how the copy engine sees the kernel's n-th tensor (a CUtensorMap by value).
-
-    kind             element type: "bf16", "fp16" or "fp32"
-    offset           elements from the tensor's address to the first one of the map
-    sizes            innermost first, at most five; strides: bytes between two elements of each
-                     dimension but the first, which lie side by side (multiples of 16)
-    box              elements that one copy spans along each dimension, those that it leaves out
-                     included; every: it takes one in so many of them (strides of a convolution)
-    swizzle          bytes of a row in shared memory whose 16-byte parts are permuted: 128, 64 or
-                     32; 0: none
-    """
-
-    n: int
-    kind: str
-    offset: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
-    every: tuple[int, ...]
-    swizzle: int
 
 
 @dataclass(frozen=True, eq=False, slots=True)

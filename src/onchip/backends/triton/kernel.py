@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import ceil, prod
 
+from onchip.backends.nvidia.source import Launch, Workspace
 from onchip.backends.triton import spelling
 from onchip.backends.triton.indices import inside, stored
 from onchip.backends.triton.phases import (
@@ -30,7 +31,7 @@ from onchip.backends.triton.placement import (
     sides,
 )
 from onchip.backends.triton.product_tiles import laid_out
-from onchip.backends.triton.source import Launch, Options, TritonSource, Workspace
+from onchip.backends.triton.source import Options, TritonSource
 from onchip.backends.triton.steps import HALF
 from onchip.backends.triton.stream import emit_walk, grows, walk_loops, walk_widths
 from onchip.backends.triton.strips import emit_pieces

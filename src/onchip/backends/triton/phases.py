@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from math import prod
 
+from onchip.backends.nvidia.source import Workspace
 from onchip.backends.triton.placement import Kept
-from onchip.backends.triton.source import Workspace
 from onchip.backends.triton.writer import Tile, Writer
 from onchip.fusion.layout import contiguous
 from onchip.fusion.nest import Nest

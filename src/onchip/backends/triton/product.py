@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from math import ceil, prod
 
+from onchip.backends.nvidia.source import Workspace
 from onchip.backends.triton import spelling
 from onchip.backends.triton.indices import outside
 from onchip.backends.triton.placement import SMALLEST_DOT
-from onchip.backends.triton.source import Partial, Workspace
+from onchip.backends.triton.source import Partial
 from onchip.backends.triton.steps import HALF, Steps, operand_type, steps_of
 from onchip.backends.triton.writer import (
     Axes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from onchip.backends.nvidia.source import Launch, Workspace
 from onchip.fusion.nest import Nest
 from onchip.ir.expr import Tensor
 
@@ -86,32 +87,6 @@ def _choices(nest: Nest, o: Options) -> str:
         return text + f", walked by {o.stream}, {o.stages} stages, {o.precision}"
     text += f", {o.k_block} of K, {o.stages} stages, {o.precision}" * o.product
     return text + f", K split in {o.split}" * (o.split > 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """One function of the text: its name, the number of programs (a one-dimensional grid), which
-    of the kernel's pointers it takes, its warps and pipeline stages, and how many neighbouring
-    programs are a cluster (which run at the same time, near each other). waits: before its first
-    access to memory it waits for the launch before it."""
-
-    name: str
-    programs: int
-    arguments: tuple[int, ...]
-    warps: int = 4
-    stages: int = 3
-    cluster: int = 1
-    waits: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Workspace:
-    """Memory that the launches hand to each other. zeroed: it holds zeros before the first launch
-    and is left so; barrier: programs of a launch wait for each other by it."""
-
-    nbytes: int
-    zeroed: bool = False
-    barrier: bool = False
 
 
 @dataclass(frozen=True, slots=True)

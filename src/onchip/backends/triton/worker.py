@@ -1,21 +1,12 @@
-"""A process that compiles Triton kernels for its parent (pool.py): a job a line, an answer a line.
+"""A process that compiles Triton kernels for its parent. It needs no torch.
 
-    python -m onchip.backends.triton.worker
-
-The compiler may abort, or never end: then this process is lost and nothing else. It needs no torch.
+python -m onchip.backends.triton.worker
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
-import math
-import os
 import re
-import resource
-import signal
-import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +15,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from onchip.backends.triton.resources import examine
+from onchip.backends.nvidia.resources import examine
+from onchip.backends.nvidia.worker import processor_s, serve
 
 # Its default differs between versions; with it, a * b + c is rounded once.
 OPTIONS = {"enable_fp_fusion": True}
@@ -43,7 +35,7 @@ def load(path: Path) -> Any:
 def compile_kernel(job: dict[str, Any]) -> dict[str, Any]:
     """Compile the function `name` of the file `source` for sm_`capability` and write the binary to
     `cubin`; its facts. `pointers`: the types of its parameters."""
-    started = _processor_s()
+    started = processor_s()
     function = getattr(load(Path(job["source"])), job["name"])
     signature = dict(zip(function.arg_names, job["pointers"], strict=True))
     aligned = {(n,): [["tt.divisibility", 16]] for n in range(len(signature))}
@@ -59,7 +51,7 @@ def compile_kernel(job: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"it needs {scratch} bytes of scratch memory, {facts.num_ctas} clusters")
     target = Path(job["cubin"])
     target.write_bytes(made.asm["cubin"])
-    used = _processor_s() - started
+    used = processor_s() - started
     found = examine(target, job["capability"], facts.shared, facts.num_warps, used)
     return {
         "name": facts.name,
@@ -77,29 +69,5 @@ def parameters(ptx: str, name: str) -> int:
     return len(types)
 
 
-def _processor_s() -> float:
-    """Processor time of this process and of the tools that it has run."""
-    t = os.times()
-    return t.user + t.system + t.children_user + t.children_system
-
-
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the compiler prints is no answer
-    print(json.dumps({"ready": True}), file=answers, flush=True)
-    for line in sys.stdin:
-        job = json.loads(line)
-        used = math.ceil(time.process_time() + job["limit_s"])
-        resource.setrlimit(resource.RLIMIT_CPU, (used, resource.RLIM_INFINITY))
-        # if the parent is gone there is nobody else to end a compilation that never does
-        signal.alarm(math.ceil(job["wall_s"]) + 10)
-        try:
-            answer = compile_kernel(job)
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        signal.alarm(0)
-        print(json.dumps(answer), file=answers, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    serve(compile_kernel)

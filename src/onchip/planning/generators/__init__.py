@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from onchip.errors import CompilerError, InputError
-from onchip.fusion.machine import Machine
+from onchip.fusion.machine import HOPPER, Gpu, Machine
 from onchip.fusion.refusal import Refusal
 from onchip.fusion.region import Region
 from onchip.ir.expr import Tensor
@@ -34,7 +34,7 @@ Failure = CompilerError | Refusal
 class Generator(Protocol):
     """Writes and builds kernels for one device.
 
-    name      "cpp" or "triton"
+    name      "cpp", "triton", or "cuda" (the tensor-core engine, with or without Triton)
     machine   what it writes for
     timed     whether a kernel's time says anything; where it does not (an interpreter), a kernel
               that is correct ships
@@ -63,13 +63,16 @@ class Generator(Protocol):
         """What one kernel takes to compile, on one core."""
         ...
 
-    def root_of(self, region: Region, strides: dict[Tensor, Strides]) -> Tensor | Refusal | None:
+    def root_of(
+        self, region: Region, strides: dict[Tensor, Strides], constants: frozenset[Tensor]
+    ) -> Tensor | Refusal | None:
         """The root of a nest of the region, None if it takes several; or why it can't be one
         kernel."""
         ...
 
     def variants(self, region: Region, context: Context) -> Sequence[Any] | Refusal:
-        """Ways to run a region before any text is written, most promising first."""
+        """Ways to run a region before any text is written, most promising first; each has a
+        `label`, which says how it differs from the others."""
         ...
 
     def write(self, region: Region, variant: Any, context: Context) -> Candidate | Refusal:
@@ -95,6 +98,30 @@ class Generator(Protocol):
         ...
 
 
+def _for_gpu(device: torch.device, engine_alone: bool) -> Generator:
+    """The generator for a GPU: the tensor-core engine and Triton where there is an engine."""
+    from onchip.planning.generators import triton
+
+    gpu = triton.gpu_of(device)
+    if gpu.capability == HOPPER:
+        from onchip.planning.generators import cuda
+
+        return cuda.for_device(device, engine_alone)
+    if engine_alone:
+        raise InputError(
+            f'Settings(generator="cuda") writes kernels for sm_{HOPPER}, and {device} is '
+            f'sm_{gpu.capability}: use generator="auto"'
+        )
+    return triton.for_device(device)
+
+
+def generator_for_gpu(gpu: Gpu) -> Generator:
+    """The generator for a GPU that need not be here: its kernels can be written and compiled."""
+    from onchip.planning.generators import cuda, triton
+
+    return cuda.for_gpu(gpu) if gpu.capability == HOPPER else triton.for_gpu(gpu)
+
+
 def generator_for(device: torch.device, settings: Settings) -> Generator:
     """The generator for tensors on `device`. Raises InputError if settings name one that can't
     write for it."""
@@ -105,8 +132,10 @@ def generator_for(device: torch.device, settings: Settings) -> Generator:
             return cpp.for_cpu(settings)
         case "cpu", "triton":
             return triton.interpreted()
-        case "cuda", "auto" | "triton":
+        case "cuda", "triton":
             return triton.for_device(device)
+        case "cuda", "auto" | "cuda":
+            return _for_gpu(device, settings.generator == "cuda")
     raise InputError(
         f'Settings(generator="{settings.generator}") can\'t write kernels for tensors on {device}: '
         'use generator="auto"'

@@ -48,6 +48,13 @@ class Variant:
     options: KernelOptions
     transformed: tuple[Tensor, ...] = ()  # weights in another form, computed at load
 
+    @property
+    def label(self) -> str:
+        """How it differs from others."""
+        text = "tile " + "x".join(map(str, self.nest.tile))
+        text += f" in {len(self.nest.phases)} phases" if self.nest.before else ""
+        return text + " streamed" * self.options.stream + " winograd" * bool(self.transformed)
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CompiledKernel:
@@ -91,7 +98,9 @@ class CppGenerator:
             return products
         return (*products, compiler_version(), *sorted(target_macros()))
 
-    def root_of(self, region: Region, strides: dict[Tensor, Strides]) -> Tensor | Refusal | None:
+    def root_of(
+        self, region: Region, strides: dict[Tensor, Strides], constants: frozenset[Tensor]
+    ) -> Tensor | Refusal | None:
         return region_root(region, strides, self.machine)
 
     def has_short_form(self, region: Region, constants: frozenset[Tensor]) -> bool:
@@ -186,10 +195,6 @@ def _candidate(
     strides: dict[Tensor, Strides],
 ) -> Candidate:
     nest = variant.nest
-    choice = "tile " + "x".join(map(str, nest.tile))
-    choice += f" in {len(nest.phases)} phases" if nest.before else ""
-    choice += " streamed" if variant.options.stream else ""
-    choice += " winograd" if variant.transformed else ""
     stored = frozenset(s.tensor for phase in nest.phases for s in phase.stages)
     real = tuple(t for t in source.inputs if t not in late and t not in source.laid_out)
     derived = [
@@ -202,7 +207,7 @@ def _candidate(
         region,
         source,
         stored,
-        choice,
+        variant.label,
         tuple(derived),
         real,
         own,

@@ -15,13 +15,8 @@ import torch
 
 from onchip.analysis.roofline import DEVICES
 from onchip.analysis.work import flops
-from onchip.backends.triton.build import (
-    Built,
-    build_all,
-    interpret,
-    interpreting,
-    triton_version,
-)
+from onchip.backends.nvidia.build import Built
+from onchip.backends.triton.build import build_all, interpret, interpreting, triton_version
 from onchip.backends.triton.kernel import emit_kernel
 from onchip.backends.triton.source import Options, TritonSource, Variant
 from onchip.backends.triton.tiles import variants
@@ -124,7 +119,9 @@ class TritonGenerator:
         where = "interpreted" if self.interpret else f"CUDA {torch.version.cuda}"
         return (flags, where) if self.problem else (flags, where, triton_version())
 
-    def root_of(self, region: Region, strides: dict[Tensor, Strides]) -> Tensor | Refusal | None:
+    def root_of(
+        self, region: Region, strides: dict[Tensor, Strides], constants: frozenset[Tensor]
+    ) -> Tensor | Refusal | None:
         found = self._ways(region, strides)
         if isinstance(found, Refusal):
             return found
@@ -141,14 +138,7 @@ class TritonGenerator:
         return False
 
     def floor_us(self, region: Region) -> float:
-        ceilings = DEVICES.get(self.gpu.name)
-        if ceilings is None:
-            return 0.0
-        nbytes = sum(t.nbytes for t in (*region.inputs, *region.outputs))
-        wide = any(t.dtype is DType.F32 for t in region.inputs)
-        rate = ceilings.rate(DType.F32 if wide else DType.BF16, matrix=True, tf32=True)
-        products = sum(map(flops, region.tensors))
-        return max(nbytes / ceilings.copy_gbs, products / rate) / 1e3
+        return floor_us(region, self.gpu)
 
     def variants(self, region: Region, context: Context) -> list[Variant] | Refusal:
         return self._ways(region, context.strides)
@@ -231,6 +221,18 @@ POINTED = {
     "i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "i8": torch.int8,
     "u8": torch.uint8, "i1": torch.bool,
 }  # fmt: skip
+
+
+def floor_us(region: Region, gpu: Gpu) -> float:
+    """See Generator.floor_us."""
+    ceilings = DEVICES.get(gpu.name)
+    if ceilings is None:
+        return 0.0
+    nbytes = sum(t.nbytes for t in (*region.inputs, *region.outputs))
+    wide = any(t.dtype is DType.F32 for t in region.inputs)
+    rate = ceilings.rate(DType.F32 if wide else DType.BF16, matrix=True, tf32=True)
+    products = sum(map(flops, region.tensors))
+    return max(nbytes / ceilings.copy_gbs, products / rate) / 1e3
 
 
 # ---- which GPU -----------------------------------------------------------------------------------

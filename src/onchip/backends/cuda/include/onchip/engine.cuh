@@ -25,19 +25,21 @@ constexpr int UNROLLED = cfg::K_SPLIT == 1 && cfg::TAPS <= 16 ? cfg::TAPS : 1;
 // ---- shared memory -----------------------------------------------------------------------------
 
 struct Shared {
-    u32 w, x, out, in, w_full, w_empty, x_full, x_empty, in_full, word;
+    u32 w, x, out, in, w_full, w_empty, x_full, x_empty, in_full, in_empty, turn, added;
     DEVICE Shared at(u32 start) {
         Shared s;
         s.w = (start + 1023) & ~1023u;
         s.x = s.w + W_TILES * cfg::W_BYTES;
         s.out = s.x + cfg::X_STAGES * cfg::X_SLOT;
         s.in = s.out + WARPGROUPS * cfg::TILE_BYTES;
-        s.w_full = s.in + WARPGROUPS * cfg::READ_BYTES;
+        s.w_full = s.in + cfg::R_STAGES * cfg::SPLIT * cfg::READ_BYTES;
         s.w_empty = s.w_full + 8 * W_TILES;
         s.x_full = s.w_empty + 8 * W_TILES;
         s.x_empty = s.x_full + 8 * cfg::X_STAGES;
         s.in_full = s.x_empty + 8 * cfg::X_STAGES;
-        s.word = s.in_full + 8 * WARPGROUPS;
+        s.in_empty = s.in_full + 8 * cfg::R_STAGES;
+        s.turn = s.in_empty + 8 * cfg::R_STAGES;
+        s.added = s.turn + 8 * cfg::TEAMS;
         return s;
     }
 };
@@ -60,7 +62,7 @@ struct Ring {
 // ---- which tile --------------------------------------------------------------------------------
 
 struct Tile {
-    int part, number, feature, batch, line[4];  // number: of the tile, whoever shares it
+    int part, feature, batch, line[4];
     __device__ __forceinline__ int first_step() const { return part * STEPS / cfg::K_SPLIT; }
     __device__ __forceinline__ int last_step() const { return (part + 1) * STEPS / cfg::K_SPLIT; }
     // The first cell and position along a line.
@@ -70,27 +72,30 @@ struct Tile {
     }
 };
 
-// Programs that share a tile follow each other; then a group of feature tiles, which read the same
-// input; then the tiles of positions.
+// This program's tile of the n-th that its cluster takes: a group of feature tiles, which read the
+// same input, then the tiles of positions. The last ones of a cluster may lie outside.
 DEVICE Tile tile_of(int n) {
+    const int rank = cfg::CLUSTER > 1 ? cluster_rank() : 0;
     Tile t;
-    t.part = n % cfg::K_SPLIT;
-    n /= cfg::K_SPLIT;
-    t.number = n;
-    constexpr int POSITIONS = cfg::TILES[0] * cfg::TILES[1] * cfg::TILES[2] * cfg::TILES[3];
+    t.part = cfg::K_SPLIT > 1 ? rank : 0;
+    constexpr int FEATURES = (cfg::FEATURE_TILES + cfg::X_SHARED - 1) / cfg::X_SHARED;
+    constexpr int POSITIONS = (cfg::POSITION_TILES + cfg::W_SHARED - 1) / cfg::W_SHARED;
     int f = n % cfg::FEATURE_GROUP;
     n /= cfg::FEATURE_GROUP;
-    int p = n % POSITIONS;
+    int p = n % POSITIONS * cfg::W_SHARED + (cfg::W_SHARED > 1 ? rank : 0);
     n /= POSITIONS;
-    constexpr int GROUPS = cfg::FEATURE_TILES / cfg::FEATURE_GROUP;
-    t.feature = (n % GROUPS * cfg::FEATURE_GROUP + f) * (BLOCK * cfg::BLOCKS * cfg::SPLIT);
+    constexpr int GROUPS = FEATURES / cfg::FEATURE_GROUP;
+    f = (n % GROUPS * cfg::FEATURE_GROUP + f) * cfg::X_SHARED + (cfg::X_SHARED > 1 ? rank : 0);
+    t.feature = f * (BLOCK * cfg::BLOCKS * cfg::SPLIT);
     t.batch = n / GROUPS;
     UNROLL for (int l = 0; l < 4; l++) {
-        t.line[l] = p % cfg::TILES[l];
-        p /= cfg::TILES[l];
+        t.line[l] = l + 1 == cfg::LINES ? p : p % cfg::TILES[l];
+        p = l + 1 == cfg::LINES ? 0 : p / cfg::TILES[l];
     }
     return t;
 }
+DEVICE int first_tile() { return blockIdx.x / cfg::CLUSTER; }
+DEVICE int next_tile() { return gridDim.x / cfg::CLUSTER; }
 
 // Every chunk of a tile's input and every step on it, in the order in which both sides of the rings
 // go: chunk(channels, phase), then step(channels, tap, first of the chunk).
@@ -125,15 +130,15 @@ DEVICE void fetch_input(const Shared& s, const TensorMap* x, const Tile& t, int 
     UNROLL for (int l = 0; l < cfg::LINES; l++)
         at[1 + l] = t.position(l) * cfg::STRIDE[l] + cfg::START[phase][l];
     if constexpr (cfg::X_BATCHED) at[1 + cfg::LINES] = t.batch;
-    const int origin = at[1];
-    UNROLL for (int piece = 0; piece < cfg::PIECES; piece++) {
-        at[1] = origin + piece * cfg::PIECE;
+    constexpr int SHARE = cfg::PIECES / cfg::X_SHARED;
+    const int mine = cfg::X_SHARED > 1 ? cluster_rank() * SHARE : 0;
+    const int origin = at[1 + cfg::OUTERMOST];
+    UNROLL for (int n = 0; n < SHARE; n++) {
+        const int piece = mine + n;
+        at[1 + cfg::OUTERMOST] = origin + piece * cfg::PIECE;
         const u32 there = to + piece * (cfg::X_BYTES / cfg::PIECES);
-        if constexpr (cfg::CLUSTER > 1) {
-            if (piece == cluster_rank()) spread_box<cfg::X_RANK>(there, x, full, at, (1 << cfg::CLUSTER) - 1);
-        } else {
-            load_box<cfg::X_RANK>(there, x, full, at);
-        }
+        if constexpr (cfg::X_SHARED > 1) spread_box<cfg::X_RANK>(there, x, full, at, (1 << cfg::X_SHARED) - 1);
+        else load_box<cfg::X_RANK>(there, x, full, at);
     }
     ring.next();
 }
@@ -146,7 +151,14 @@ DEVICE void fetch_weights(const Shared& s, const TensorMap* w, const Tile& t, in
         at[0] = 0;
         at[1] += ((t.batch * cfg::TAPS + cfg::TAP_NUMBER[tap]) * cfg::CHUNKS + c) * cfg::FEATURES;
     }
-    load_box<cfg::W_RANK>(s.w + slot * cfg::W_BYTES, w, full, at);
+    const u32 to = s.w + slot * cfg::W_BYTES;
+    if constexpr (cfg::W_SHARED > 1) {
+        const int mine = cluster_rank();
+        at[1] += mine * (BLOCK * cfg::BLOCKS * cfg::SPLIT / cfg::W_SHARED);
+        spread_box<cfg::W_RANK>(to + mine * (cfg::W_BYTES / cfg::W_SHARED), w, full, at, (1 << cfg::W_SHARED) - 1);
+    } else {
+        load_box<cfg::W_RANK>(to, w, full, at);
+    }
 }
 
 DEVICE void produce(const Shared& s, const TensorMap* x, const TensorMap* w) {
@@ -155,11 +167,11 @@ DEVICE void produce(const Shared& s, const TensorMap* x, const TensorMap* w) {
     // where weights stay: input of the first tiles goes before the weights that they need last
     constexpr int AHEAD = STREAM || cfg::CHUNKS * cfg::PHASES > 1 ? 0
                           : (cfg::TEAMS < cfg::X_STAGES ? cfg::TEAMS : cfg::X_STAGES) - 1;
-    int n = blockIdx.x;
-    for (int turn = 0; n < cfg::WORK; n += gridDim.x, turn++) {
+    int n = first_tile();
+    for (int turn = 0; n < cfg::WORK; n += next_tile(), turn++) {
         const Tile t = tile_of(n);
         const bool weights_late = !STREAM && turn == AHEAD;
-        const bool last_chance = !STREAM && turn < AHEAD && n + gridDim.x >= cfg::WORK;
+        const bool last_chance = !STREAM && turn < AHEAD && n + next_tile() >= cfg::WORK;
         walk(
             t,
             [&](int c, int phase) { fetch_input(s, x, t, c, phase, x_ring); },
@@ -178,6 +190,33 @@ DEVICE void produce(const Shared& s, const TensorMap* x, const TensorMap* w) {
     }
 }
 
+// What the epilogue reads by tiles.
+DEVICE void fetch_reads(const Shared& s, const TensorMap* const* maps) {
+    Ring<cfg::R_STAGES + !cfg::R_STAGES> ring;
+    for (int n = first_tile(); n < cfg::WORK; n += next_tile()) {
+        const Tile t = tile_of(n);
+        if (t.part) return;
+        barrier_wait(s.in_empty + 8 * ring.slot, ring.parity ^ 1);
+        const u32 full = s.in_full + 8 * ring.slot;
+        barrier_expect(full, cfg::READ_TX);
+        for (int member = 0; member < cfg::SPLIT; member++)
+            UNROLL for (int r = 0; r < cfg::READS; r++)
+                UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
+                    UNROLL for (int part = 0; part < cfg::READ_SIZE[r] / 2; part++) {
+                        const int parts = cfg::READ_SIZE[r] / 2;
+                        int at[5] = {t.feature + (member * cfg::BLOCKS + m) * BLOCK + part * (BLOCK / parts), 0, 0, 0, 0};
+                        UNROLL for (int l = 0; l < cfg::LINES; l++)
+                            at[1 + l] = cfg::FOLD ? t.cell(l) : t.position(l);
+                        if constexpr (cfg::BATCH > 1) at[1 + cfg::LINES] = t.batch;
+                        load_box<cfg::TILE_RANK>(s.in + (ring.slot * cfg::SPLIT + member) * cfg::READ_BYTES +
+                                                     cfg::READ_AT[r] + m * cfg::READ_BLOCK[r] +
+                                                     part * (cfg::READ_BLOCK[r] / parts),
+                                                 maps[r], full, at);
+                    }
+        ring.next();
+    }
+}
+
 // ---- the consumers -----------------------------------------------------------------------------
 
 typedef float Sums[cfg::BLOCKS][cfg::STRIPS][SUMS];
@@ -191,15 +230,14 @@ DEVICE void multiply(Sums& d, u64 a, u64 b, u32 add) {
                         b + (cfg::STRIP_ROW[s] * cfg::ROW + 32 * k) / 16, k == 0 ? add : 1);
 }
 
-DEVICE void release(u32 barrier, bool everywhere) {
-    if ((threadIdx.x & 31) == 0) {
-        if constexpr (cfg::CLUSTER > 1) {
-            if (everywhere) {
-                UNROLL for (int p = 0; p < cfg::CLUSTER; p++) barrier_arrive_at(barrier, p);
-                return;
-            }
-        }
-        barrier_arrive(barrier);
+// A slot is free, as far as this warp is concerned: for all programs that fill it together.
+template <int PROGRAMS>
+DEVICE void release(u32 barrier) {
+    const u32 lane = threadIdx.x & 31;
+    if constexpr (PROGRAMS > 1) {
+        if (lane < PROGRAMS) barrier_arrive_at(barrier, lane);
+    } else {
+        if (lane == 0) barrier_arrive(barrier);
     }
 }
 
@@ -233,8 +271,8 @@ struct Consumer {
                 add = 1;
                 if (STREAM || first) {
                     products_wait<1>();  // those of the step before
-                    if (STREAM && w_before >= 0) release(s.w_empty + 8 * w_before, false);
-                    if (first && x_before >= 0) release(s.x_empty + 8 * x_before, true);
+                    if (STREAM && w_before >= 0) release<cfg::W_SHARED>(s.w_empty + 8 * w_before);
+                    if (first && x_before >= 0) release<cfg::X_SHARED>(s.x_empty + 8 * x_before);
                 }
                 if (first) x_before = x_now;
                 if constexpr (STREAM) {
@@ -242,9 +280,10 @@ struct Consumer {
                     w.next();
                 }
             });
+        if constexpr (cfg::TURNS) release<1>(s.turn + 8 * (group / cfg::SPLIT));
         products_wait<0>();
-        release(s.x_empty + 8 * x_before, true);
-        if constexpr (STREAM) release(s.w_empty + 8 * w_before, false);
+        release<cfg::X_SHARED>(s.x_empty + 8 * x_before);
+        if constexpr (STREAM) release<cfg::W_SHARED>(s.w_empty + 8 * w_before);
         weights_here = true;
     }
 
@@ -348,7 +387,7 @@ struct Epilogue {
     const Shared& s;
     const Tile& t;
     int group, member, thread, warp, lane;  // warp: of the warpgroup
-    u32 tile, in;                           // this warpgroup's
+    u32 tile, in;                           // this warpgroup's, of results and of reads
 
 
     __device__ __forceinline__ int feature(int m, int h) const {
@@ -454,7 +493,8 @@ struct Epilogue {
 
     // Before this warpgroup's tile is written again, the copy engine must have read it.
     __device__ __forceinline__ void tile_is_free() const {
-        if (thread == 0) stores_wait_read();
+        if constexpr (cfg::IN_PLACE) return;  // it is the tile of a read, which has just come
+        if (thread == 0) stores_wait_read<0>();
         group_barrier(1 + group, 128);
     }
 
@@ -596,35 +636,45 @@ struct Epilogue {
     }
 };
 
-// What all programs that share a tile have, in their order, for whichever of them is the last: true
-// for it. `word`: in shared memory, of this warpgroup.
-DEVICE bool added_up(Sums& d, const Args& a, const Tile& t, int member, int group, int thread, u32 word) {
-    constexpr int ALL = cfg::BLOCKS * cfg::STRIPS * SUMS;
-    const int number = t.number * cfg::SPLIT + member;
-    float4* mine = (float4*)(a.partial + (size_t)number * cfg::K_SPLIT * ALL * 128) + thread;
+// Each program of the cluster may read what this warp has written. Lanes do it side by side: a release
+// waits for memory.
+DEVICE void release_sums(u32 barrier) {
+    __syncwarp();
+    const u32 lane = threadIdx.x & 31;
+    if (lane < cfg::K_SPLIT) barrier_release_at(barrier, lane);
+}
+
+// What all programs that share a tile have, added up in their order for the first one: true there.
+// The sums take the place of the operands, which nobody needs any more: a program adds up its part
+// of all programs' sums, the first one collects the parts.
+DEVICE bool added_up(Sums& d, const Shared& s, int part, int member, int thread) {
+    constexpr int ALL = cfg::BLOCKS * cfg::STRIPS * SUMS / 4;  // of 16 bytes a thread
+    const u32 mine = s.w + (member * ALL * 128 + thread) * 16;
     float* flat = &d[0][0][0];
-    UNROLL for (int i = 0; i < ALL / 4; i++)
-        __stcg(mine + (t.part * (ALL / 4) + i) * 128,
-               make_float4(flat[4 * i], flat[4 * i + 1], flat[4 * i + 2], flat[4 * i + 3]));
-    __threadfence();
-    group_barrier(1 + group, 128);
-    if (thread == 0) {
-        const u32 ticket = atomicAdd(a.arrived + number, 1u);
-        if (ticket == cfg::K_SPLIT - 1) a.arrived[number] = 0;
-        __threadfence();
-        store_word(word, ticket);
-    }
-    group_barrier(1 + group, 128);
-    if (load_word(word) != cfg::K_SPLIT - 1) return false;
-    UNROLL for (int i = 0; i < ALL / 4; i++) {
-        float4 v = __ldcg(mine + i * 128);
-        for (int p = 1; p < cfg::K_SPLIT; p++) {
-            const float4 o = __ldcg(mine + (p * (ALL / 4) + i) * 128);
+    group_barrier(15, 128 * cfg::SPLIT);  // all of this program have multiplied
+    UNROLL for (int i = 0; i < ALL; i++)
+        store_four(mine + i * 128 * 16, flat[4 * i], flat[4 * i + 1], flat[4 * i + 2], flat[4 * i + 3]);
+    release_sums(s.added);
+    barrier_acquire(s.added, 0);
+    for (int i = part * ALL / cfg::K_SPLIT; i < (part + 1) * ALL / cfg::K_SPLIT; i++) {
+        float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+        UNROLL for (int p = 0; p < cfg::K_SPLIT; p++) {
+            const float4 o = load_four_of(mine + i * 128 * 16, p);
             v.x += o.x, v.y += o.y, v.z += o.z, v.w += o.w;
         }
-        flat[4 * i] = v.x, flat[4 * i + 1] = v.y, flat[4 * i + 2] = v.z, flat[4 * i + 3] = v.w;
+        store_four(mine + i * 128 * 16, v.x, v.y, v.z, v.w);
     }
-    return true;
+    release_sums(s.added);
+    barrier_acquire(s.added, 1);
+    if (part == 0) {
+        UNROLL for (int i = 0; i < ALL; i++) {
+            const int owner = ((i + 1) * cfg::K_SPLIT - 1) / ALL;
+            const float4 v = load_four_of(mine + i * 128 * 16, owner);
+            flat[4 * i] = v.x, flat[4 * i + 1] = v.y, flat[4 * i + 2] = v.z, flat[4 * i + 3] = v.w;
+        }
+    }
+    release_sums(s.added);
+    return part == 0;
 }
 
 template <int R>
@@ -643,50 +693,35 @@ DEVICE void all_folds(const Epilogue& e) {
     }
 }
 
-DEVICE void fetch_reads(const Epilogue& e, const TensorMap* const* maps, u32 full) {
-    if (e.thread != 0) return;
-    barrier_expect(full, cfg::READ_TX);
-    UNROLL for (int r = 0; r < cfg::READS; r++)
-        UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
-            UNROLL for (int half = 0; half < cfg::READ_SIZE[r] / 2; half++) {
-                constexpr bool POOLED = cfg::FOLD != 0;
-                const int size = BLOCK / (cfg::READ_SIZE[r] / 2);
-                int at[5] = {e.t.feature + (e.member * cfg::BLOCKS + m) * BLOCK + half * size, 0, 0, 0, 0};
-                UNROLL for (int l = 0; l < cfg::LINES; l++) at[1 + l] = View<POOLED>::first(e.t, l);
-                if constexpr (cfg::BATCH > 1) at[1 + cfg::LINES] = e.t.batch;
-                load_box<cfg::TILE_RANK>(e.in + cfg::READ_AT[r] + m * cfg::READ_BLOCK[r] +
-                                             half * (View<POOLED>::PADDED * LINE),
-                                         maps[r], full, at);
-            }
-}
-
-DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* results, const TensorMap* const* reads) {
+DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* results) {
     const int warp = threadIdx.x >> 5, group = warp >> 2;
     Consumer consumer{s, group, group % cfg::SPLIT, {}, {}, false};
     const int team = group / cfg::SPLIT;
-    u32 read_parity = 0;
+    Ring<cfg::R_STAGES + !cfg::R_STAGES> in;
+    in.skip(team);
+    u32 in_before = 0;
     int turn = 0;
-    for (int n = blockIdx.x; n < cfg::WORK; n += gridDim.x, turn++) {
+    for (int n = first_tile(); n < cfg::WORK; n += next_tile(), turn++) {
         if (cfg::TEAMS > 1 && turn % cfg::TEAMS != team) {
             consumer.pass();
             continue;
         }
         const Tile t = tile_of(n);
+        const u32 read = s.in + (in.slot * cfg::SPLIT + consumer.member) * cfg::READ_BYTES;
         Epilogue e{a, s, t, group, consumer.member, (int)threadIdx.x & 127, warp & 3, (int)threadIdx.x & 31,
-                   s.out + group * cfg::TILE_BYTES, s.in + group * cfg::READ_BYTES};
-        if constexpr (cfg::READS > 0) fetch_reads(e, reads, s.in_full + 8 * group);
+                   cfg::IN_PLACE ? read : s.out + group * cfg::TILE_BYTES, read};
         Features c[cfg::BLOCKS][2];
         UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
             UNROLL for (int h = 0; h < 2; h++)
                 c[m][h] = features(a, t.batch, min(e.feature(m, h), cfg::FEATURES - 1));
+        if constexpr (cfg::TURNS)
+            if (turn > 0)
+                barrier_wait(s.turn + 8 * ((team + cfg::TEAMS - 1) % cfg::TEAMS), (turn - 1) / cfg::TEAMS & 1);
         Sums d;
         consumer.sum(d, t);
-        if constexpr (cfg::READS > 0) {
-            barrier_wait(s.in_full + 8 * group, read_parity);
-            read_parity ^= 1;
-        }
         if constexpr (cfg::K_SPLIT > 1)
-            if (!added_up(d, a, t, consumer.member, group, e.thread, s.word + 16 * group)) continue;
+            if (!added_up(d, s, t.part, consumer.member, e.thread)) break;
+        if constexpr (cfg::READS > 0) barrier_wait(s.in_full + 8 * in.slot, in.parity);
         typedef View<false> V;
         UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
             UNROLL for (int slot = 0; slot < V::SLOTS; slot++)
@@ -707,9 +742,21 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
             group_barrier(1 + group, 128);
             all_folds<0>(e);
         }
-        if constexpr (cfg::READS > 0 || cfg::STAGED) group_barrier(1 + group, 128);  // all have read
+        if constexpr (cfg::READS > 0) {
+            const u32 empty = s.in_empty + 8 * in.slot;
+            if constexpr (!cfg::IN_PLACE) {
+                if (e.lane == 0) barrier_arrive(empty);
+            } else if (e.thread == 0) {  // the tile before has left its slot
+                stores_wait_read<1>();
+                if (in_before) barrier_arrive(in_before);
+            }
+            in_before = empty;
+            in.skip(cfg::TEAMS);
+        }
+        if constexpr (cfg::STAGED) group_barrier(1 + group, 128);  // all have read
     }
     if ((threadIdx.x & 127) == 0) stores_wait();
+    if constexpr (cfg::K_SPLIT > 1) barrier_acquire(s.added, 0);  // nobody reads this program's memory
 }
 
 DEVICE void run(const Args& a, const TensorMap* x, const TensorMap* w, const TensorMap* const* results,
@@ -720,13 +767,18 @@ DEVICE void run(const Args& a, const TensorMap* x, const TensorMap* w, const Ten
     if (threadIdx.x == 0) {
         for (int i = 0; i < W_TILES; i++) {
             barrier_init(s.w_full + 8 * i, 1);
-            barrier_init(s.w_empty + 8 * i, 4 * cfg::SPLIT);
+            barrier_init(s.w_empty + 8 * i, 4 * cfg::SPLIT * cfg::W_SHARED);
         }
         for (int i = 0; i < cfg::X_STAGES; i++) {
             barrier_init(s.x_full + 8 * i, 1);
-            barrier_init(s.x_empty + 8 * i, 4 * cfg::SPLIT * cfg::CLUSTER);
+            barrier_init(s.x_empty + 8 * i, 4 * cfg::SPLIT * cfg::X_SHARED);
         }
-        for (int i = 0; i < WARPGROUPS; i++) barrier_init(s.in_full + 8 * i, 1);
+        for (int i = 0; i < cfg::R_STAGES; i++) {
+            barrier_init(s.in_full + 8 * i, 1);
+            barrier_init(s.in_empty + 8 * i, cfg::IN_PLACE ? cfg::SPLIT : 4 * cfg::SPLIT);
+        }
+        for (int i = 0; i < cfg::TEAMS; i++) barrier_init(s.turn + 8 * i, 4 * cfg::SPLIT);
+        barrier_init(s.added, 4 * cfg::SPLIT * cfg::K_SPLIT);
         barriers_ready();
         prefetch(x);
         prefetch(w);
@@ -736,11 +788,14 @@ DEVICE void run(const Args& a, const TensorMap* x, const TensorMap* w, const Ten
     wait_for_launch_before();
     if (warp == 4 * WARPGROUPS) {
         if ((threadIdx.x & 31) == 0) produce(s, x, w);
+    } else if (warp > 4 * WARPGROUPS) {
+        if constexpr (cfg::READS > 0)
+            if ((threadIdx.x & 31) == 0) fetch_reads(s, reads);
     } else {
-        consume(s, a, results, reads);
+        consume(s, a, results);
     }
     start_next_launch();
-    if constexpr (cfg::CLUSTER > 1) {
+    if constexpr (cfg::X_SHARED * cfg::W_SHARED > 1) {
         __syncwarp();
         cluster_barrier();  // nobody leaves while others write to its shared memory
     }

@@ -21,8 +21,18 @@ DEVICE void barrier_init(u32 barrier, int arrivals) {
 DEVICE void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Arrive at the same barrier of another program of the cluster.
+// Arrive at the same barrier of another program of the cluster. It orders nothing but what the copy
+// engine does: a release at the cluster's scope waits for this thread's memory, a slot's turn needs
+// none of it.
 DEVICE void barrier_arrive_at(u32 barrier, u32 program) {
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
+        "r"(program)
+        : "memory");
+}
+// The same, and what this thread has written to shared memory is there for who waits.
+DEVICE void barrier_release_at(u32 barrier, u32 program) {
     asm volatile(
         "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
         "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
@@ -33,21 +43,38 @@ DEVICE void barrier_expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
 }
-// A wait that would never end ends the kernel with an error: seconds at least, each try waits some
-// time itself.
-constexpr u32 MOST_TRIES = 1u << 24;
+// A wait that would never end ends the kernel with an error instead.
+constexpr u64 LONGEST_WAIT = 4000000000;  // nanoseconds
+DEVICE void still_waiting(u64& since) {
+    u64 now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    if (!since) since = now;
+    if (now - since > LONGEST_WAIT) __trap();
+}
+#define TRY(SCOPE)                                                                             \
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity" SCOPE                           \
+                 ".shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"                      \
+                 : "=r"(done)                                                                  \
+                 : "r"(barrier), "r"(parity)                                                   \
+                 : "memory")
 DEVICE void barrier_wait(u32 barrier, u32 parity) {
-    u32 done = 0, tries = 0;
+    u32 done = 0;
+    u64 since = 0;
     do {
-        asm volatile(
-            "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, p;\n}"
-            : "=r"(done)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-        if (!done && ++tries == MOST_TRIES) __trap();
+        TRY("");
+        if (!done) still_waiting(since);
     } while (!done);
 }
+// Until programs of the cluster have released what they wrote.
+DEVICE void barrier_acquire(u32 barrier, u32 parity) {
+    u32 done = 0;
+    u64 since = 0;
+    do {
+        TRY(".acquire.cluster");
+        if (!done) still_waiting(since);
+    } while (!done);
+}
+#undef TRY
 DEVICE void barriers_ready() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -107,7 +134,6 @@ DEVICE void load_box(u32 to, const TensorMap* map, u32 full, const int (&c)[5]) 
 #define SPREAD LOAD_END ".multicast::cluster"
 template <int RANK>
 DEVICE void spread_box(u32 to, const TensorMap* map, u32 full, const int (&c)[5], u16 programs) {
-    static_assert(RANK >= 2 && RANK <= 3, "only matrices are shared by programs");
     if constexpr (RANK == 2)
         asm volatile(LOAD "2d" SPREAD " [%0], [%1, {%3,%4}], [%2], %5;" ::"r"(to), "l"(map),
                      "r"(full), "r"(c[0]), "r"(c[1]), "h"(programs)
@@ -115,6 +141,14 @@ DEVICE void spread_box(u32 to, const TensorMap* map, u32 full, const int (&c)[5]
     if constexpr (RANK == 3)
         asm volatile(LOAD "3d" SPREAD " [%0], [%1, {%3,%4,%5}], [%2], %6;" ::"r"(to), "l"(map),
                      "r"(full), "r"(c[0]), "r"(c[1]), "r"(c[2]), "h"(programs)
+                     : "memory");
+    if constexpr (RANK == 4)
+        asm volatile(LOAD "4d" SPREAD " [%0], [%1, {%3,%4,%5,%6}], [%2], %7;" ::"r"(to), "l"(map),
+                     "r"(full), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]), "h"(programs)
+                     : "memory");
+    if constexpr (RANK == 5)
+        asm volatile(LOAD "5d" SPREAD " [%0], [%1, {%3,%4,%5,%6,%7}], [%2], %8;" ::"r"(to), "l"(map),
+                     "r"(full), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]), "r"(c[4]), "h"(programs)
                      : "memory");
 }
 #undef SPREAD
@@ -148,8 +182,11 @@ DEVICE void store_box(const TensorMap* map, u32 from, const int (&c)[5]) {
 #undef STORE
 #undef STORE_END
 DEVICE void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until the stores of this thread have read shared memory; until they are done.
-DEVICE void stores_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Until all but so many of the stores of this thread have read shared memory; until all are done.
+template <int LEFT>
+DEVICE void stores_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
+}
 DEVICE void stores_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // ---- products of a warpgroup -------------------------------------------------------------------
@@ -201,6 +238,21 @@ DEVICE void store_word(u32 at, u32 v) {
 DEVICE u32 load_word(u32 at) {
     u32 v;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
+    return v;
+}
+DEVICE void store_four(u32 at, float a, float b, float c, float d) {
+    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(a), "f"(b), "f"(c), "f"(d)
+                 : "memory");
+}
+// Of the same place in another program of the cluster.
+DEVICE float4 load_four_of(u32 at, u32 program) {
+    float4 v;
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
+        "ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [there];\n}"
+        : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+        : "r"(at), "r"(program)
+        : "memory");
     return v;
 }
 DEVICE uint4 load_part(u32 at) {

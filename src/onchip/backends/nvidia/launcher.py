@@ -1,4 +1,4 @@
-"""Running compiled Triton kernels through the CUDA driver.
+"""Running compiled kernels through the CUDA driver.
 
 A Launcher is made once for a kernel and a device; `run` neither allocates nor waits, so that a CUDA
 graph can record it.
@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from onchip.backends.triton.build import Built, Cubin
-from onchip.backends.triton.source import Launch
+from onchip.backends.nvidia.build import Built, Cubin
+from onchip.backends.nvidia.source import Launch, TensorMap
+from onchip.backends.nvidia.tensor_map import EncodedMap, problem_of
 from onchip.errors import CompilerError, DeviceError
 
 # cuda.h
@@ -76,14 +77,16 @@ def early_starts() -> Iterator[None]:
 @dataclass(frozen=True, eq=False, slots=True)
 class Function:
     """One launch, ready: what cuLaunchKernelEx takes. config: the launch's size, stream and
-    attributes; parameters: where each of its pointers is found (Launcher keeps them in one place);
-    counts: of the attributes, without and with an early start."""
+    attributes; parameters: where each of its pointers is found (Launcher keeps them in one place),
+    and its tensor maps, which are `maps`; counts: of the attributes, without and with an early
+    start."""
 
     handle: ctypes.c_void_p
     name: str
     config: _Config
     parameters: ctypes.Array[ctypes.c_void_p]
     counts: tuple[int, int]
+    maps: tuple[EncodedMap, ...] = ()
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -105,11 +108,16 @@ class Launcher:
         """`device`: its index. DeviceError if the driver refuses."""
         if not built.cubins:
             raise CompilerError(f"{built.path} was not compiled (TRITON_INTERPRET is set)")
+        for n in (n for launch in built.launches for n in launch.arguments):
+            if isinstance(n, TensorMap) and (problem := problem_of(n)):
+                raise DeviceError(f"a tensor map of {built.path} can't be: {problem}")
         torch.cuda.init()
         self.device = device
         self._launch = driver().cuLaunchKernelEx
         self._lock = threading.Lock()  # slots and configs belong to one call at a time
-        self._count = 1 + max((n for x in built.launches for n in x.arguments), default=-1)
+        taken = (n for x in built.launches for n in x.arguments)
+        numbers = (n.n if isinstance(n, TensorMap) else n for n in taken)
+        self._count = 1 + max(numbers, default=-1)
         self._slots = (ctypes.c_uint64 * (self._count + 1))()  # of pointers; the last stays null
         self._put = struct.Struct(f"={self._count}Q").pack_into
         self._stream, self._early = 0, False
@@ -121,6 +129,7 @@ class Launcher:
                 if launch.programs
             )
         self._calls = tuple((f, f.arguments) for f in self._functions)
+        self._maps = tuple(m for f in self._functions for m in f.maps)
 
     def run(self, pointers: Sequence[int], stream: int = 0) -> int:
         """Launch the functions in order: `pointers` are the kernel's (inputs, outputs, workspace),
@@ -139,6 +148,9 @@ class Launcher:
         early = _mode.early
         with self._lock:
             self._put(self._slots, 0, *pointers[: self._count])
+            for m in self._maps:
+                if (address := pointers[m.spec.n]) != m.pointer:
+                    self._move(m, address)
             if stream != self._stream:
                 for f in self._functions:
                     f.config.stream = stream
@@ -155,6 +167,13 @@ class Launcher:
                 if code:
                     _check(code, f"launching {f.name}")
 
+    def _move(self, m: EncodedMap, pointer: int) -> None:
+        code = m.move(driver(), pointer)
+        if code == _INVALID_CONTEXT:
+            _make_current(self.device)
+            code = m.move(driver(), pointer)
+        _check(code, f"making a tensor map of the memory at {pointer:#x}")
+
 
 def _function(launch: Launch, cubin: Cubin, slots: ctypes.Array[ctypes.c_uint64]) -> Function:
     """Load a binary into the current context. It finds its pointers in the kernel's `slots`."""
@@ -166,17 +185,20 @@ def _function(launch: Launch, cubin: Cubin, slots: ctypes.Array[ctypes.c_uint64]
     if launch.cluster > _FREE_CLUSTER:
         code = driver().cuFuncSetAttribute(handle, _WIDE_CLUSTERS, 1)
         _check(code, f"letting {cubin.name} run in clusters of {launch.cluster}")
-    null = len(slots) - 1  # for Triton's own pointers
+    null = len(slots) - 1  # for pointers of Triton's own
     places = [*launch.arguments, *[null] * (cubin.parameters - len(launch.arguments))]
     first = ctypes.addressof(slots)
-    parameters = (ctypes.c_void_p * len(places))(*[first + 8 * n for n in places])
+    given = [EncodedMap(n) if isinstance(n, TensorMap) else first + 8 * n for n in places]
+    maps = tuple(x for x in given if isinstance(x, EncodedMap))
+    addresses = [x.address if isinstance(x, EncodedMap) else x for x in given]
+    parameters = (ctypes.c_void_p * len(places))(*addresses)
     grid, block = (launch.programs, 1, 1), (32 * cubin.resources.warps, 1, 1)
     plain = [_Attribute(_CLUSTER, 0, (launch.cluster, 1, 1))] * (launch.cluster > 1)
     early = [_Attribute(_DEPENDENT, 0, (1,))] * launch.waits  # the last one, so that it can be left
     attributes = (_Attribute * 2)(*plain, *early)
     counts = len(plain), len(plain) + len(early)
     config = _Config(grid, block, shared, None, attributes, counts[0])
-    return Function(handle, cubin.name, config, parameters, counts)
+    return Function(handle, cubin.name, config, parameters, counts, maps)
 
 
 @functools.cache

@@ -13,8 +13,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +26,35 @@ IDLE_S = 30.0  # a process that nobody asked for so long is ended
 # A busy machine gives a process a part of a processor: limits are of processor time, and of so many
 # times as much time by the clock for one that only sleeps.
 WAITS = 5
-_STARTING_S = 120.0  # what importing Triton may take
+_STARTING_S = 120.0  # what importing the compiler may take
 _SOURCES = Path(__file__).parents[3]
 
 
-class Worker:
-    """One process of worker.py."""
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """name: for people; module: that is run in a process (worker.serve); environment: variables
+    beyond the parent's, given a folder that lives as long as the process."""
 
-    def __init__(self) -> None:
+    name: str
+    module: str
+    environment: Callable[[str], Mapping[str, str]] = lambda folder: {}
+
+
+class Worker:
+    """One process of a compiler."""
+
+    def __init__(self, compiler: Compiler) -> None:
+        self.compiler = compiler
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process runs
-        self.scratch = tempfile.TemporaryDirectory(prefix="onchip-triton-")
+        self.scratch = tempfile.TemporaryDirectory(prefix="onchip-compiler-")
         self.ready = False
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(_SOURCES), *(p for p in sys.path if p)]),
-            "TRITON_INTERPRET": "0",
-            # each result is kept once, in our cache
-            "TRITON_CACHE_DIR": self.scratch.name,
-            "TRITON_ALWAYS_COMPILE": "1",
+            **compiler.environment(self.scratch.name),
         }
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "onchip.backends.triton.worker"],
+            [sys.executable, "-m", compiler.module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
@@ -72,7 +81,7 @@ class Worker:
             return self._answer(WAITS * limit_s, what)
         except CompilerError:
             if self.process.returncode == -signal.SIGXCPU:
-                took = f"Triton took more than {limit_s:g} s of processor time {what}"
+                took = f"{self.compiler.name} took more than {limit_s:g} s of processor time {what}"
                 raise CompilerError(took) from None
             raise
 
@@ -82,14 +91,16 @@ class Worker:
             selector.register(self.process.stdout, selectors.EVENT_READ)
             if not selector.select(limit_s):
                 self.end()
-                raise CompilerError(f"Triton took more than {limit_s:g} s {what}")
+                raise CompilerError(f"{self.compiler.name} took more than {limit_s:g} s {what}")
         line = self.process.stdout.readline()
         try:
             return json.loads(line)
         except ValueError:
             self.end(5.0)  # its death may take a moment, and tells how
             printed = self._printed()
-            raise CompilerError(f"Triton died ({self._death()}) {what}: {printed}") from None
+            raise CompilerError(
+                f"{self.compiler.name} died ({self._death()}) {what}: {printed}"
+            ) from None
 
     def _death(self) -> str:
         code = self.process.returncode
@@ -125,12 +136,14 @@ _idle: list[tuple[float, Worker]] = []
 _lock = threading.Lock()
 
 
-def run_all(jobs: Sequence[Job], limit_s: float, workers: int) -> list[Job | CompilerError]:
-    """The answer to each job, or why there is none; at most `workers` processes at a time.
-    `limit_s`: seconds of processor time for one job."""
+def run_all(
+    compiler: Compiler, jobs: Sequence[Job], limit_s: float, workers: int
+) -> list[Job | CompilerError]:
+    """The compiler's answer to each job, or why there is none. workers: processes at a time, at
+    most; limit_s: seconds of processor time for one job."""
 
     def run(job: Job) -> Job | CompilerError:
-        worker = _borrow()
+        worker = _borrow(compiler)
         try:
             answer: Job | CompilerError = worker.ask(job, limit_s)
             _give_back(worker)
@@ -150,14 +163,15 @@ def run_all(jobs: Sequence[Job], limit_s: float, workers: int) -> list[Job | Com
     return answers
 
 
-def _borrow() -> Worker:
+def _borrow(compiler: Compiler) -> Worker:
     with _lock:
-        while _idle:
-            _, worker = _idle.pop()
-            if worker.process.poll() is None:
-                return worker
-            worker.end()
-    return Worker()
+        mine = [x for x in _idle if x[1].compiler == compiler]
+        for waiting in reversed(mine):
+            _idle.remove(waiting)
+            if waiting[1].process.poll() is None:
+                return waiting[1]
+            waiting[1].end()
+    return Worker(compiler)
 
 
 def _give_back(worker: Worker) -> None:

@@ -32,6 +32,7 @@ class Resources:
     occupancy       resident share of a multiprocessor's warps, 0 to 1
     instructions    of machine code; code_bytes: their size
     seconds         of processor time that compiling took
+    warnings        what the compiler's back end said about its code, each once
     """
 
     registers: int
@@ -44,6 +45,13 @@ class Resources:
     instructions: int
     code_bytes: int
     seconds: float
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def serialised(self) -> str:
+        """The warning that asynchronous matrix products wait for each other, "" if there is none:
+        results or operands were not in the registers that the hardware needs them in."""
+        return next((w for w in self.warnings if "wgmma" in w and "serialized" in w), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +131,8 @@ def _over(r: Resources, gpu: Gpu) -> Refusal | None:
     if r.code_bytes > MOST_CODE:
         text = f"{r.code_bytes >> 10:,} KiB of machine code of at most {MOST_CODE >> 10}"
         return Refusal(Rule.TOO_LARGE, gpu.name, text, costs)
+    if r.serialised:
+        return Refusal(Rule.SERIALISED, gpu.name, r.serialised, costs)
     if r.seconds > MOST_SECONDS:
         text = f"compiling took {r.seconds:.0f} s of at most {MOST_SECONDS:.0f}"
         return Refusal(Rule.TOO_LARGE, gpu.name, text, costs)
@@ -137,10 +147,15 @@ _LOCAL = {0x387: "STL", 0x983: "LDL"}
 
 
 def examine(
-    cubin: Path, capability: int, shared_bytes: int, warps: int, seconds: float
+    cubin: Path,
+    capability: int,
+    shared_bytes: int,
+    warps: int,
+    seconds: float,
+    warnings: tuple[str, ...] = (),
 ) -> Resources:
     """The resources of a binary. `shared_bytes`, `warps`: those it is launched with; `seconds`:
-    that compiling it took. CompilerError if it can't be read."""
+    that compiling it took; `warnings`: of the compiler. CompilerError if it can't be read."""
     usage = _usage(cubin)
     code = [body for name, body in _sections(cubin.read_bytes()) if name.startswith(".text")]
     programs, occupancy = resident_programs(capability, usage["REG"], shared_bytes, warps)
@@ -155,6 +170,7 @@ def examine(
         instructions=sum(len(c) for c in code) // _INSTRUCTION,
         code_bytes=sum(len(c) for c in code),
         seconds=seconds,
+        warnings=warnings,
     )
 
 

@@ -1,0 +1,302 @@
+"""A region as one problem of the tensor-core engine: what is summed, and its epilogue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+from onchip.backends.cuda.form_axes import (
+    Interned,
+    Strides,
+    Unfit,
+    address,
+    affine,
+    merged,
+    over,
+)
+from onchip.backends.cuda.form_operands import (
+    KINDS,
+    Draft,
+    Layout,
+    joined,
+    layout,
+    operands,
+    widened,
+)
+from onchip.backends.cuda.form_results import (
+    Output,
+    Outputs,
+    Product,
+    Window,
+    find_product,
+    outputs_of,
+)
+from onchip.backends.cuda.problem import Line, Problem, Read, Result
+from onchip.fusion.refusal import Refusal
+from onchip.fusion.region import Region
+from onchip.ir.dtype import DType
+from onchip.ir.expr import Axis, Expr, Load, Tensor, axis, loads, mentioned, walk
+from onchip.ir.index import bounds
+
+MOST_DIMENSIONS = 5  # of a tensor map, channels and batch included
+ALIGNMENT = 16  # bytes: of what the copy engine steps over
+STORED = (DType.BF16, DType.F16, DType.F32)
+
+
+def problem_of(
+    region: Region,
+    strides: Mapping[Tensor, Strides],
+    constants: frozenset[Tensor],
+    precision: str = "tf32",
+) -> Problem | Refusal:
+    """The region as one contraction with an epilogue, or why it is none.
+
+    strides: elements, of every tensor that the region reads or returns; constants: what is, or
+    depends on, parameters only (weights among them are laid out at load); precision: of float32
+    products, "tf32" or anything more exact (three TF32 products)
+    """
+    try:
+        product = find_product(region)
+        outputs = outputs_of(region, product)
+        try:
+            return _Form(strides, constants, product, outputs, True).problem(precision)
+        except Unfit:  # windows side by side as lines of their own may be too many
+            return _Form(strides, constants, product, outputs, False).problem(precision)
+    except Unfit as unfit:
+        return unfit.refusal
+
+
+class _Form:
+    """The parts of a problem, from a product and its results."""
+
+    def __init__(
+        self, strides: Mapping[Tensor, Strides], constants: frozenset[Tensor], product: Product,
+        outputs: Outputs, split: bool,
+    ) -> None:  # fmt: skip
+        self.strides, self.product, self.found = strides, product, outputs
+        self.subject = product.maker.name
+        self.back = {cell: a for a, cell in self.found.cells.items()}
+        first = self.found.outputs[0]
+        self.stored = self._steps(first.index, strides[first.tensor]) or {}
+        near = min(self.stored, key=self.stored.__getitem__, default=None)
+        self.x, self.w = operands(product.contraction, constants, near, self.subject)
+        self.w_constant = self.w.load.src in constants
+        self.positions = [a for a in product.axes if a in self.x.axes]
+        x_strides, w_strides = strides[self.x.load.src], strides[self.w.load.src]
+        read = layout(self.x, x_strides, product.contraction, self.subject, split)
+        self.read: Layout = widened(read, self.w, w_strides, self.w_constant)
+        self.w_at = address(tuple(over(i, {}) for i in self.w.load.index), w_strides)
+
+    def _steps(self, index: Sequence[Expr], strides: Strides) -> dict[Axis, int] | None:
+        """Elements of memory between two values of each axis of the product."""
+        form = address(index, strides)
+        if not affine(form):
+            return None
+        return {self.back.get(a, a): c for a, c in form.terms}  # type: ignore[arg-type]
+
+    def problem(self, precision: str) -> Problem:
+        dtype = self.x.load.src.dtype
+        kind = KINDS.get(dtype) or ("tf32" if precision == "tf32" else "tf32x3")
+        features, w_step = self._features()
+        batches, x_batch, w_batch = self._batches()
+        groups = joined(self.read.lines, self.found.windows, self._stays(features))
+        lines = tuple(map(self._line, groups)) or (Line(1, ALIGNMENT // dtype.size, 1, cells=1),)
+        self._check_copies(lines, len(batches) > 0, x_batch, dtype.size)
+        channels = prod(a.extent for a in self.read.channels)
+        feature = axis(prod(a.extent for a in features), "feature")
+        batch = axis(prod(a.extent for a in batches), "batch")
+        at = tuple(axis(line.positions, "position") for line in lines)
+        cell = tuple(axis(line.cells, "cell") for line in lines)
+        tap = tuple(axis(line.taps, "tap") for line in lines)
+        channel = axis(channels, "channel")
+        common = merged(features, feature) | merged(batches, batch)
+        places, cells = dict(common), dict(common)
+        sums = merged(self.read.channels, channel)
+        for group, p, q, t in zip(groups, at, cell, tap, strict=bool(groups)):
+            along = [d.position for d in group if d.position]
+            places |= merged(along, p)
+            if len(group) > 1 or not along or along[0] not in self.found.windows:
+                cells |= merged(along, q)
+            elif along[0] in self.found.cells:
+                cells[self.found.cells[along[0]]] = q
+            if group[0].tap:
+                sums[group[0].tap] = t.extent - 1 - t if group[0].flipped else t
+        interned = Interned()
+        before = interned(over(self.found.before, places))
+        results = tuple(
+            self._result(t, cells if t.pooled else places, interned) for t in self.found.outputs
+        )
+        element = over(self.w.load, common | sums)
+        assert isinstance(element, Load)
+        problem = Problem(
+            kind, self.x.load.src, self.w.load.src, channels, lines, feature.extent, batch.extent,
+            self.read.offset, x_batch, self.w_constant, w_step, w_batch, feature, batch, at, cell,
+            before, self.found.fold, results, (), element, tap, channel,
+            0 if self.w_constant else self.w_at.constant,
+        )  # fmt: skip
+        return self._with_tiles(problem)
+
+    def _result(self, out: Output, places: Mapping[Axis, Expr], interned: Interned) -> Result:
+        t = out.tensor
+        if t.dtype not in STORED:
+            raise Unfit(t.name, f"{t.dtype.label} results are not stored")
+        if any(x.dtype is DType.F64 for x in walk(out.value)):
+            raise Unfit(t.name, "float64 arithmetic")
+        index = tuple(over(i, places) for i in out.index)
+        return Result(t, index, interned(over(out.value, places)), out.pooled, False)
+
+    # ---- features and batches ------------------------------------------------------------------
+
+    def _features(self) -> tuple[list[Axis], int]:
+        """Axes of the features, the slowest first; elements of w between two (0: laid out)."""
+        own = [a for a in self.product.axes if a in self.w.axes]
+        if self.w.tests:
+            raise Unfit(self.subject, f"{self.w.load.src.name} is read under a condition")
+        if self.w_constant:
+            return sorted(own, key=lambda a: -self.stored.get(a, 0)), 0
+        name, at = self.w.load.src.name, self.w_at
+        inside = all(
+            bounds(i)[0] >= 0 and bounds(i)[1] < n
+            for i, n in zip(self.w.load.index, self.w.load.src.shape, strict=True)
+        )
+        if not affine(at) or not inside:
+            raise Unfit(
+                self.subject, f"{name} is not constant, and read at an index that is not affine"
+            )
+        if any(d.tap for d in self.read.lines):
+            raise Unfit(self.subject, f"{name} is not constant, and has several taps")
+        step = at.coefficient(self.read.channels[-1])
+        if step != 1:
+            raise Unfit(
+                self.subject, f"{name} is not constant, and its channels lie {step} elements apart"
+            )
+        own.sort(key=lambda a: -at.coefficient(a))
+        return own, self._step(own, at.coefficient, name)
+
+    def _batches(self) -> tuple[list[Axis], int, int]:
+        """Axes of the batches, the slowest first; elements of x and of w between two."""
+        own = [a for a in self.product.axes if a in self.product.contraction.b_axes]
+        if any(a not in self.read.batch for a in own):
+            raise Unfit(self.subject, f"{self.x.load.src.name} is the same for several batches")
+        own.sort(key=lambda a: -self.read.batch[a])
+        x_step = self._step(own, self.read.batch.__getitem__, self.x.load.src.name)
+        if self.w_constant:
+            return own, x_step, 0
+        return own, x_step, self._step(own, self.w_at.coefficient, self.w.load.src.name)
+
+    def _step(self, axes: Sequence[Axis], step: Callable[[Axis], int], name: str) -> int:
+        """Elements between neighbours of several axes that lie in memory as one does."""
+        width = 1
+        for a in reversed(axes):
+            if step(a) != width * step(axes[-1]):
+                text = f"{name} has {len(axes)} axes of one kind that do not lie as one in memory"
+                raise Unfit(self.subject, text)
+            width *= a.extent
+        return step(axes[-1]) if axes else 0
+
+    # ---- lines ---------------------------------------------------------------------------------
+
+    def _stays(self, features: Sequence[Axis]) -> list[dict[Axis, int]]:
+        """Where the product's elements lie in the results, and in what is read by tiles."""
+        along = [a for a in self.positions if a not in self.found.windows]
+        out = []
+        for r in self.found.outputs:
+            steps = self._steps(r.index, self.strides[r.tensor])
+            out += [steps] if steps else []
+            for ld in loads(r.value):
+                if ld.pad is not None or _nested(ld.index):
+                    continue
+                steps = self._steps(ld.index, self.strides[ld.src]) or {}
+                near = not features or steps.get(features[-1], 0) == 1
+                out += [steps] if near and all(a in steps for a in along) else []
+        return out
+
+    def _line(self, group: list[Draft]) -> Line:
+        d, inner = group[0], group[-1]
+        n = prod(x.positions for x in group)
+        w = self.found.windows.get(d.position) if d.position else None
+        w = w or Window(n, 1, 1, 0)
+        size = d.size if len(group) == 1 else n
+        return Line(
+            size, inner.step, n, d.stride, d.taps, d.dilation, d.pad,
+            w.cells, w.window, w.hop, w.lead,
+        )  # fmt: skip
+
+    def _check_copies(self, lines: Sequence[Line], batched: bool, x_batch: int, size: int) -> None:
+        name, every = self.x.load.src.name, ALIGNMENT // size
+        dimensions = 1 + len(lines) + batched
+        if dimensions > MOST_DIMENSIONS:
+            text = f"{name} is read along {dimensions} dimensions, more than {MOST_DIMENSIONS}"
+            raise Unfit(self.subject, text)
+        for line in lines:
+            if line.step % every and line.size > 1:
+                raise Unfit(self.subject, _unaligned(name, "a step", line.step * size))
+        w_steps = [] if self.w_constant else self._features_and_batch_steps()
+        for what, n, tensor in (
+            ("a batch", x_batch, name), ("the first element", self.read.offset, name), *w_steps,
+        ):  # fmt: skip
+            if n % every:
+                raise Unfit(self.subject, _unaligned(tensor, what, n * size))
+
+    def _features_and_batch_steps(self) -> list[tuple[str, int, str]]:
+        name = self.w.load.src.name
+        return [
+            ("a feature", self._features()[1], name), ("a batch", self._batches()[2], name),
+            ("the first element", self.w_at.constant, name),
+        ]  # fmt: skip
+
+    # ---- tiles and reads -----------------------------------------------------------------------
+
+    def _with_tiles(self, p: Problem) -> Problem:
+        """The problem with what it reads, and which results are stored in tiles."""
+
+        def tile(r: Result) -> bool:
+            return self._is_tile(r.tensor, r.index, r.pooled, p)
+
+        results = tuple(replace(r, tile=tile(r)) for r in p.results)
+        return replace(p, results=results, reads=self._reads(p))
+
+    def _is_tile(self, t: Tensor, index: Sequence[Expr], pooled: bool, p: Problem) -> bool:
+        """Whether elements lie as the tile's do: features side by side, all else at distances that
+        the copy engine takes."""
+        form = address(index, self.strides[t])
+        at, feature = p.cell_axes if pooled else p.position_axes, p.feature_axis
+        if t.dtype not in STORED or not affine(form):
+            return False
+        every = ALIGNMENT // t.dtype.size
+        own = [a for a in (*at, p.batch_axis) if a.extent > 1]
+        steps = [form.coefficient(a) for a in own]
+        near = feature.extent == 1 or form.coefficient(feature) == 1
+        whole = near and all(s > 0 and s % every == 0 for s in (*steps, form.constant or every))
+        return whole and {a for a, _ in form.terms} <= {*own, feature}
+
+    def _reads(self, p: Problem) -> tuple[Read, ...]:
+        """What the epilogue reads, each once."""
+        early = set(loads(p.before))
+        found: dict[Load, Read] = {}
+        stored = [(r.value, r.pooled, r.pooled or not p.fold) for r in p.results]
+        for value, pooled, late in ((p.before, False, False), *stored):
+            for ld in loads(value):
+                if _nested(ld.index):
+                    raise Unfit(ld.src.name, "it is read at an index that is data")
+                if ld.src.dtype is DType.F64:
+                    raise Unfit(ld.src.name, "float64 values")
+                kind = "direct"
+                used = set().union(*map(mentioned, ld.index))
+                if used <= {p.feature_axis, p.batch_axis}:
+                    kind = "feature"
+                elif late and ld not in early and ld.pad is None and self._is_tile(
+                    ld.src, ld.index, pooled, p
+                ):  # fmt: skip
+                    kind = "tile"
+                found.setdefault(ld, Read(ld.src, ld.index, ld.pad, kind))
+        return tuple(found.values())
+
+
+def _nested(index: Sequence[Expr]) -> bool:
+    return any(loads(i) for i in index)
+
+
+def _unaligned(name: str, what: str, nbytes: int) -> str:
+    return f"{what} of {name} is {nbytes} bytes, no multiple of {ALIGNMENT}"

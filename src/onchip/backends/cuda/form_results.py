@@ -1,0 +1,268 @@
+"""The one product of a region, and its results as expressions of the product's elements.
+
+The product is taken out of the expressions as a tensor of its own, over the axes that its operands
+mention. What lies between it and the results is put into the results' expressions; each result then
+reads one element of the product, or folds a window of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from onchip.backends.cuda.form_axes import Interned, Unfit, apart, conditions, inverse, over
+from onchip.backends.cuda.problem import ACC
+from onchip.fusion.contraction import Contraction, as_contraction
+from onchip.fusion.inline import inline, without_unit_axes
+from onchip.fusion.region import Region
+from onchip.fusion.staging import (
+    Staged,
+    labelled,
+    split_own_axes,
+    split_reduction_axes,
+    unsupported,
+)
+from onchip.ir.dtype import DType
+from onchip.ir.expr import (
+    Axis,
+    Call,
+    Const,
+    Expr,
+    Load,
+    Reduce,
+    Tensor,
+    axis,
+    given,
+    loads,
+    mentioned,
+    reduces,
+    rewrite,
+)
+from onchip.ir.index import bounds, linear, simplify
+
+NEUTRAL = {"max": -math.inf, "min": math.inf, "sum": 0.0}
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Product:
+    """tensor: the sums, read by the bodies of `results`; axes: its dimensions, those of more than
+    one element that `contraction` is over; maker: the tensor whose expression held it."""
+
+    tensor: Tensor
+    axes: tuple[Axis, ...]
+    contraction: Contraction
+    maker: Tensor
+    bodies: Mapping[Tensor, Expr]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Cell q of `cells` folds the positions hop * q + i - lead, i < window, that exist."""
+
+    cells: int
+    window: int
+    hop: int
+    lead: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Output:
+    """A result: its element at `index` is `value` (of ACC). Both are over the product's axes; if
+    it is pooled, over those of the cells in place of those that windows lie along."""
+
+    tensor: Tensor
+    index: tuple[Expr, ...]
+    value: Expr
+    pooled: bool
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Outputs:
+    """windows: of the product's axes that are folded; cells: the axis in place of each."""
+
+    outputs: tuple[Output, ...]
+    fold: str
+    before: Expr
+    windows: Mapping[Axis, Window]
+    cells: Mapping[Axis, Axis]
+
+
+def find_product(region: Region) -> Product:
+    """The product. Raises Unfit where there is none, or another one."""
+    operators = {t: n.op for n in region.nodes for t in n.results}
+    inlined: dict[Tensor, Expr] = {}
+    memo: dict[Expr, Expr] = {}
+    found: tuple[Tensor, tuple[Axis, ...], Contraction, Tensor] | None = None
+    for t in region.tensors:
+        reason = unsupported(t)
+        if reason:
+            raise Unfit(t.name, reason)
+        assert t.body is not None
+        body = split_reduction_axes(without_unit_axes(inline(t.body, inlined, memo)))
+        body = labelled(body, operators.get(t, "") or t.name.rpartition("_")[0])
+        sums = [r for r in reduces(body) if as_contraction(r, t.axes) is not None]
+        if len(sums) > 1 or (sums and found):
+            raise Unfit(t.name, "the region holds more than one product")
+        if sums:
+            s = split_own_axes(Staged(t, body, False, t.axes, t.axes))
+            (r,) = (r for r in reduces(s.body) if as_contraction(r, s.loops) is not None)
+            contraction = as_contraction(r, s.loops)
+            assert contraction is not None
+            axes = tuple(a for a in s.loops if a.extent > 1)
+            tensor = given([a.extent for a in axes], DType.F32, "product")
+            element = Load(tensor, axes)
+            body = rewrite(s.body, lambda x, r=r, element=element: element if x is r else None)
+            places = inverse(s.store, t.axes, t.shape)
+            assert places is not None, f"{t} is not over its own axes"
+            body = over(body, places)
+            found = (tensor, axes, contraction, t)
+        inlined[t] = body
+    if found is None:
+        raise Unfit(region.name, "it has no sum of products with axes of its own on both sides")
+    return Product(*found, inlined)
+
+
+def outputs_of(region: Region, product: Product) -> Outputs:
+    """The results, in ACC. Raises Unfit."""
+    reader = _Reader(product)
+    made = [reader.output(t) for t in region.outputs]
+    return Outputs(tuple(made), reader.fold, reader.before, reader.windows, reader.cells)
+
+
+class _Reader:
+    """Rewrites results; what they fold must be alike."""
+
+    def __init__(self, product: Product) -> None:
+        self.product = product
+        self.interned = Interned()
+        self.fold, self.before = "", ACC
+        self.windows: dict[Axis, Window] = {}
+        self.cells: dict[Axis, Axis] = {}
+
+    def output(self, t: Tensor) -> Output:
+        s = split_own_axes(Staged(t, self.product.bodies[t], True, t.axes, t.axes))
+        body = over(s.body, {})
+        folds = [r for r in reduces(body) if self._elements(r)]
+        if len(folds) < len(reduces(body)):
+            raise Unfit(t.name, "it folds values that are not of the product")
+        value = rewrite(body, lambda x: ACC if x in folds else None)
+        alone = self._elements(value)
+        if folds and alone:
+            raise Unfit(t.name, "it reads the product both element by element and folded")
+        if not folds and not alone:
+            raise Unfit(t.name, "it does not depend on the product")
+        if folds:
+            places, *_ = [self._folded(t, r, s.loops) for r in folds]  # they must be alike
+        else:
+            index = self._common(t, alone)
+            places = inverse(index, self.product.axes, self.product.tensor.shape)
+            value = rewrite(value, lambda x: ACC if x in alone else None)
+        if places is None:
+            raise Unfit(t.name, "it does not hold each element of the product once")
+        left = [a for a in s.loops if a.extent > 1 and a not in places]
+        if left:
+            raise Unfit(
+                t.name, f"it repeats the product's elements along an axis of {left[0].extent}"
+            )
+        stored = tuple(simplify(over(i, places)) for i in s.store)
+        for i, n in zip(stored, t.shape, strict=True):
+            low, high = bounds(i)
+            assert 0 <= low <= high < n, f"{t} is stored outside of its {n} elements"
+        return Output(t, stored, self.interned(over(value, places)), bool(folds))
+
+    def _elements(self, e: Expr) -> list[Load]:
+        return [ld for ld in loads(e) if ld.src is self.product.tensor]
+
+    def _common(self, t: Tensor, elements: Sequence[Load]) -> tuple[Expr, ...]:
+        """The one index of all loads of the product."""
+        first, *rest = elements
+        for other in rest:
+            if any(apart(i, j) != 0 for i, j in zip(first.index, other.index, strict=True)):
+                raise Unfit(t.name, "it reads several elements of the product")
+        return first.index
+
+    def _folded(self, t: Tensor, r: Reduce, loops: tuple[Axis, ...]) -> dict[Axis, Expr] | None:
+        """The result's axes in those of cells, or of the product where no window lies."""
+        if r.monoid not in NEUTRAL:
+            raise Unfit(t.name, f"a fold by {r.monoid} behind the product")
+        if reduces(r.body):
+            raise Unfit(t.name, "it folds the product twice")
+        body, tests = self._unpadded(t, r)
+        index = self._common(t, self._elements(body))
+        windows: dict[Axis, Window] = {}
+        before: dict[Axis, Expr] = {}  # axes of result and window, in the product's
+        after: dict[Axis, Expr] = {}  # axes of the result, in those of cells
+        plain: list[tuple[Expr, Axis]] = []
+        for i, a in zip(index, self.product.axes, strict=True):
+            form = linear(i)
+            own = [(x, c) for x, c in form.terms if x in r.axes]
+            if not own:
+                plain.append((i, a))
+                continue
+            rest = [(x, c) for x, c in form.terms if x not in r.axes]
+            if len(own) > 1 or len(rest) > 1 or own[0][1] != 1 or any(
+                c < 1 or x not in loops for x, c in rest
+            ):  # fmt: skip
+                raise Unfit(t.name, "a window's elements are not neighbours along one axis")
+            (w, _), (q, hop) = own[0], (rest or [(None, 0)])[0]
+            assert isinstance(w, Axis)
+            assert isinstance(q, Axis | None)
+            if w in before or q in before:
+                raise Unfit(t.name, "a window lies along a diagonal")
+            cells = q.extent if q else 1
+            windows[a] = Window(cells, w.extent, hop or w.extent, -form.constant)
+            start = q * hop + form.constant if q else Const(form.constant, DType.I64)
+            before[w] = a - start
+            if q:
+                before[q] = q
+                after[q] = self.cells.setdefault(a, axis(cells, "cell"))
+            self._covered(t, i, a, tests)
+        if set(r.axes) - before.keys():
+            raise Unfit(t.name, "a fold over an axis that the product does not have")
+        if tests:
+            raise Unfit(
+                t.name, "a fold leaves out other elements than those outside of the product"
+            )
+        known = inverse([i for i, _ in plain], [a for _, a in plain], [a.extent for _, a in plain])
+        if known is None:
+            return None
+        value = rewrite(
+            body, lambda x: ACC if isinstance(x, Load) and x.src is self.product.tensor else None
+        )
+        value = self.interned(over(value, before | known))
+        if mentioned(value) - set(self.product.axes):
+            raise Unfit(t.name, "what a window folds depends on the window")
+        if not self.fold:
+            self.fold, self.before, self.windows = r.monoid, value, windows
+        if (r.monoid, value, windows) != (self.fold, self.before, self.windows):
+            raise Unfit(t.name, "two folds of the product differ")
+        return known | after
+
+    def _unpadded(self, t: Tensor, r: Reduce) -> tuple[Expr, list[tuple[str, Expr, int]]]:
+        """What is folded, without the condition that it exists; and the terms of that."""
+        body, tests = r.body, []
+        while True:
+            match body:
+                case Call(fn="where", args=(condition, value, Const(value=pad))):
+                    found = conditions(condition)
+                    if found is None or not self._elements(value):
+                        return body, tests
+                    if pad != NEUTRAL[r.monoid]:
+                        raise Unfit(t.name, f"{r.monoid} over windows padded with {pad}")
+                    body, tests = value, tests + found
+                case _:
+                    return body, tests
+
+    def _covered(self, t: Tensor, i: Expr, a: Axis, tests: list[tuple[str, Expr, int]]) -> None:
+        """Check that indices outside of the product are left out, and strike out the terms of the
+        condition that say so."""
+        low, high = bounds(i)
+        for fn, limit, outside in (("ge", 0, low < 0), ("lt", a.extent, high >= a.extent)):
+            fitting = [x for x in tests if (x[0], x[2]) == (fn, limit) and apart(x[1], i) == 0]
+            if outside and not fitting:
+                raise Unfit(
+                    t.name, "a window reads outside of the product, or weights its elements"
+                )
+            for x in fitting:
+                tests.remove(x)

@@ -1,0 +1,164 @@
+"""The engine's two rings as processes and counters: one producer, copies that land in any order,
+and warpgroups that multiply. A schedule is a random order of all that may happen; each one is
+checked for slots that are overwritten while somebody needs them, waits that mistake one round of a
+slot for another (a barrier's parity tells neighbours apart only), and deadlock."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator
+from dataclasses import dataclass, field
+
+from onchip.backends.cuda.geometry import Geometry
+
+Wait = tuple["Barrier", int]  # until its phase of this number is complete
+Place = tuple[int, int]  # (tile, chunk or step of it)
+
+
+class Wrong(Exception):
+    """What a schedule ran into."""
+
+
+@dataclass
+class Barrier:
+    """An mbarrier: a phase is complete when all arrivals of it have come."""
+
+    arrivals: int
+    complete: int = 0
+    arrived: int = 0
+
+    def arrive(self) -> None:
+        self.arrived += 1
+        if self.arrived == self.arrivals:
+            self.complete, self.arrived = self.complete + 1, 0
+
+    def passes(self, phase: int) -> bool:
+        """try_wait.parity: whether the phase before the current one has the phase's parity."""
+        return (self.complete - 1) % 2 == phase % 2
+
+
+@dataclass
+class Slot:
+    full: Barrier
+    empty: Barrier
+    holds: Place | None = None
+    readers: int = 0  # that have not let go of it
+
+
+@dataclass
+class Ring:
+    """`count` slots; each is read by `readers` warpgroups."""
+
+    count: int
+    readers: int
+    slots: list[Slot] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.slots = [Slot(Barrier(1), Barrier(self.readers)) for _ in range(self.count)]
+
+    def slot(self, number: int) -> Slot:
+        return self.slots[number % self.count]
+
+
+class Rings:
+    """One program of `tiles` tiles. turns: a team begins a tile's products when those of the tile
+    before have ended."""
+
+    def __init__(self, g: Geometry, tiles: int, turns: bool, per_tile: tuple[int, int]) -> None:
+        c = g.config
+        self.teams, self.split, self.tiles, self.turns = c.teams, c.split, tiles, turns
+        self.chunks, self.steps = per_tile
+        self.x = Ring(c.x_stages, c.split)
+        self.w = Ring(c.w_stages, c.split) if c.w_stages else None
+        self.copies: list[tuple[Slot, Place]] = []
+        self.multiplied = [0] * tiles  # warpgroups that have gone through the tile's products
+
+    def fill(self, ring: Ring, number: int, what: Place) -> Generator[Wait]:
+        slot = ring.slot(number)
+        yield slot.empty, number // ring.count - 1
+        if slot.readers:
+            raise Wrong(f"{what} overwrites {slot.holds}")
+        slot.holds, slot.readers = None, ring.readers
+        self.copies.append((slot, what))
+
+    def producer(self) -> Generator[Wait]:
+        for tile in range(self.tiles):
+            for chunk in range(self.chunks):
+                yield from self.fill(self.x, tile * self.chunks + chunk, (tile, chunk))
+                for step in self.of(chunk):
+                    if self.w:
+                        yield from self.fill(self.w, tile * self.steps + step, (tile, step))
+
+    def of(self, chunk: int) -> range:
+        return range(chunk * self.steps // self.chunks, (chunk + 1) * self.steps // self.chunks)
+
+    def held(self, ring: Ring, number: int, what: Place) -> Generator[Wait, None, Slot]:
+        slot = ring.slot(number)
+        yield slot.full, number // ring.count
+        if slot.holds != what:
+            raise Wrong(f"waited for {what}, found {slot.holds}")
+        return slot
+
+    def free(self, slot: Slot, what: Place) -> None:
+        if slot.holds != what:
+            raise Wrong(f"{what} was overwritten by {slot.holds} while it was read")
+        slot.readers -= 1
+        slot.empty.arrive()
+
+    def warpgroup(self, team: int) -> Generator[Wait | int]:
+        for tile in range(team, self.tiles, self.teams):
+            if self.turns and tile:
+                yield tile - 1
+            last_x = last_w = None
+            for chunk in range(self.chunks):
+                x = yield from self.held(self.x, tile * self.chunks + chunk, (tile, chunk))
+                for step in self.of(chunk):
+                    w = None
+                    if self.w:
+                        w = yield from self.held(self.w, tile * self.steps + step, (tile, step))
+                    # the step before has been multiplied when this one has been issued
+                    if last_w:
+                        self.free(*last_w)
+                    last_w = (w, (tile, step)) if w else None
+                    if last_x and last_x[0] is not x:
+                        self.free(*last_x)
+                    last_x = (x, (tile, chunk))
+            assert last_x
+            self.free(*last_x)
+            if last_w:
+                self.free(*last_w)
+            self.multiplied[tile] += 1
+
+    def ready(self, wait: Wait | int) -> bool:
+        if isinstance(wait, int):
+            return self.multiplied[wait] == self.split
+        return wait[0].passes(wait[1])
+
+    def play(self, seed: int) -> None:
+        """One schedule: processes and copies by random preference, which changes now and then, so
+        that some fall far behind. Raises Wrong."""
+        chance = random.Random(seed)
+        processes = [self.producer()]
+        processes += [self.warpgroup(t) for t in range(self.teams) for _ in range(self.split)]
+        waits: dict[Generator, Wait | int] = {p: next(p) for p in processes}
+        order: list[Generator] = list(processes)
+        newest = bool(seed % 2)  # copies land in turn, or the last one first
+        slow = chance.random()  # how seldom copies land
+        while waits:
+            if chance.random() < 0.05:
+                chance.shuffle(order)
+            able = [p for p in order if p in waits and self.ready(waits[p])]
+            if self.copies and (not able or chance.random() > slow):
+                slot, what = self.copies.pop(-1 if newest else 0)
+                slot.holds = what
+                slot.full.arrive()
+            elif able:
+                process = able[0]
+                try:
+                    waits[process] = next(process)
+                except StopIteration:
+                    del waits[process]
+            else:
+                raise Wrong(f"deadlock: {len(waits)} processes wait")
+        if self.multiplied != [self.split] * self.tiles:
+            raise Wrong("tiles that nobody multiplied")
