@@ -4,36 +4,17 @@ from dataclasses import dataclass, replace
 ROOT = os.path.dirname(os.path.abspath(__file__)) + "/../../src"
 sys.path.insert(0, ROOT)
 from onchip.backends.cuda.problem import *
-from onchip.ir.expr import axis, given, Load, Axis
+from onchip.ir.expr import axis, given, Load, Axis, Call, Const
 from onchip.ir.dtype import DType
 from onchip.fusion.machine import GPUS
-stub = types.ModuleType("onchip.backends.cuda.epilogue")
-@dataclass
-class Ep:
-    text: str
-    tile_reads: tuple
 MODE = {}
-def epilogue_text(p, pointer):
-    m = MODE
-    t = "struct Features { float bias, scale, shift; };\n"
-    b, s, h = (pointer(x) for x in m["chan"])
-    t += f"""DEVICE Features features(const Args& a, int batch, int feature) {{ return {{a.{b}[feature], a.{s}[feature], a.{h}[feature]}}; }}
-DEVICE float before(const Args& a, float acc, const Features& c, const Place& at) {{ return fmaf(larger(acc + c.bias, 0.f), c.scale, c.shift); }}
-DEVICE float result0(const Args& a, float acc, const Features& c, const Place& at, const float* tile) {{ return {'acc + tile[0]' if m.get('res') is not None else 'acc'}; }}"""
-    return Ep(t, tuple(r for r in p.reads if r.kind == "tile"))
-stub.epilogue_text = epilogue_text
-try:
-    import onchip.backends.cuda.epilogue
-except ImportError:
-    pass
-sys.modules["onchip.backends.cuda.epilogue"] = stub
 from onchip.backends.cuda import kernel as K
 from onchip.backends.cuda.packed import PackedGeometry as Geometry
 from cuda.bindings import nvrtc
 
 INC = ROOT + "/onchip/backends/cuda/include/onchip/"
 def compile_(text, opts=()):
-    heads = {f"onchip/{n}": open(INC + n).read() for n in ("hopper.cuh", "engine.cuh", "packed.cuh")}
+    heads = {f"onchip/{n}": open(INC + n).read() for n in sorted(os.listdir(INC))}
     e, p = nvrtc.nvrtcCreateProgram(text.encode(), b"k.cu", len(heads), [v.encode() for v in heads.values()], [k.encode() for k in heads])
     o = [b"--gpu-architecture=sm_90a", b"--std=c++17", *opts]
     t = time.time(); (e,) = nvrtc.nvrtcCompileProgram(p, len(o), o); dt = time.time() - t
@@ -63,8 +44,10 @@ def problem(S):
         w, h, le = pool[l]
         lines.append(Line(S.hw[l], step, out[l], S.s[l], S.k[l], S.d[l], S.p[l], cells[l], w, h, le)); step *= S.hw[l]
     lines.append(Line(S.n, step, S.n, cells=S.n))
-    w = given((taps, math.ceil(S.ci / chunk), S.co, chunk), dt, "w")
+    w = given((S.co, S.ci, *S.k[::-1]), dt, "w")
     f, b = axis(S.co, "f"), axis(1, "b")
+    ka = [axis(t, "k") for t in (*S.k, 1)]; cax = axis(S.ci, "c")
+    welem = Load(w, (f, cax, *ka[:L][::-1]), None)
     pa = tuple(axis(l.positions, "p") for l in lines); ca = tuple(axis(l.cells, "q") for l in lines)
     y = given((S.n, *cells[::-1], S.co), dt, "y")
     chan = [given((S.co,), DType.F32, n) for n in ("bias", "scale", "shift")]
@@ -74,7 +57,9 @@ def problem(S):
         r = given(y.shape, dt, "res"); reads.append(Read(r, (*ax[::-1], f), None, "tile")); MODE["res"] = r
     else: MODE["res"] = None
     MODE["chan"] = chan
-    P = Problem(S.kind, x, w, S.ci, tuple(lines), S.co, 1, 0, 0, True, 0, 0, f, b, pa, ca, ACC, "max" if S.pool else "", (Result(y, (*ax[::-1], f), ACC, bool(S.pool), True),), tuple(reads))
+    at = lambda t: Load(t, (f,), None)
+    value = Call("maximum", (ACC + at(chan[0]), Const(0.0, DType.F32)), DType.F32) * at(chan[1]) + at(chan[2])
+    P = Problem(S.kind, x, w, S.ci, tuple(lines), S.co, 1, 0, 0, True, 0, 0, f, b, pa, ca, value, "max" if S.pool else "", (Result(y, (*ax[::-1], f), ACC, bool(S.pool), True),), tuple(reads), welem, tuple(ka), cax)
     P_chan[id(P)] = (chan, MODE["res"])
     return P
 P_chan = {}
@@ -125,7 +110,7 @@ CASES = {
 if __name__ == "__main__" and "--build" in sys.argv:
     import re
     want = sys.argv[-1] if not sys.argv[-1].startswith("-") else "."
-    from onchip.backends.triton import resources as R
+    from onchip.backends.nvidia import resources as R
     from pathlib import Path
     for name, (S, Cs) in CASES.items():
         if not re.fullmatch(want, name): continue
@@ -218,9 +203,10 @@ def device_main(names, timing):
             wp = wp.reshape(S.co, -1, chunk).transpose(0, 1).contiguous()
             y = torch.full(ref.shape, float("nan"), device="cuda", dtype=td)
             chan, rt = P_chan[id(P)]
-            T = {P.x: x, P.w: wp, chan[0]: b, chan[1]: sc, chan[2]: sh, P.results[0].tensor: y}
+            T = {P.x: x, chan[0]: b, chan[1]: sc, chan[2]: sh, P.results[0].tensor: y}
+            T['w'] = wp
             if rt is not None: T[rt] = res
-            mem = [T[t] for t in (*src.inputs, *src.outputs)] + [torch.zeros(ws.nbytes, dtype=torch.uint8, device="cuda") if ws.zeroed else torch.full((ws.nbytes,), 255, dtype=torch.uint8, device="cuda") for ws in src.workspace]
+            mem = [T[t] for t in (*[q if q in T else 'w' for q in src.inputs], *src.outputs)] + [torch.zeros(ws.nbytes, dtype=torch.uint8, device="cuda") if ws.zeroed else torch.full((ws.nbytes,), 255, dtype=torch.uint8, device="cuda") for ws in src.workspace]
             mod, fn = ctypes.c_void_p(), ctypes.c_void_p()
             chk(cu.cuModuleLoadData(ctypes.byref(mod), cubin), "load"); chk(cu.cuModuleGetFunction(ctypes.byref(fn), mod, src.name.encode()), "get")
             chk(cu.cuFuncSetAttribute(fn, 8, src.shared_bytes), "smem")

@@ -1,14 +1,14 @@
 """Geometry of the packed form: inputs of few channels, as the first layer of a network has.
 
-The taps of one row of a filter, all channels of each, are one run of memory: 7 taps of 3 channels are
-21 elements. The run of each position is laid out in parts of 16 bytes, the last one filled up with
-zeros. A part of 8 neighbouring positions is the matrix unit's 8 by 16 bytes, without permutation:
+The taps of one row of a filter, all channels of each, are one run of memory: 7 taps of 3 channels
+are 21 elements. The run of each position is laid out in parts of 16 bytes, the last one filled up
+with zeros. A part of 8 neighbouring positions is the matrix unit's 8 by 16 bytes, not permuted:
 
     shared memory of a slot: [rows of input][parts of a run][positions] of 16 bytes
 
-An instruction multiplies two parts, wherever they lie: two of one row, or the same part of two rows
-where a row has an odd number of them. Rows are laid out once and read by every position whose filter
-covers them: a slot holds the rows by which a tile goes on from the one above it.
+An instruction multiplies two parts, wherever they lie: two of one row, or the same part of two
+rows where a row has an odd number of them. Rows are laid out once and read by every position whose
+filter covers them: a slot holds the rows by which a tile goes on from the one above it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,12 @@ from math import ceil, gcd, prod
 
 from onchip.backends.cuda.geometry import (
     ALIGNED,
-    GROUP,
-    LINE_BYTES,
-    MOST_BOX,
-    MOST_COLUMNS,
     Geometry,
     up,
 )
-from onchip.backends.cuda.problem import Line, Problem
-from onchip.fusion.refusal import Refusal, Rule
+from onchip.backends.cuda.packed_weights import Order, weights
+from onchip.backends.cuda.problem import Config, Line, Problem
+from onchip.ir.expr import Tensor
 
 PART_BYTES = 16
 STEPS_OF_ROW = 4  # instructions that a row of 128 bytes of weights feeds
@@ -36,14 +33,7 @@ LOADER_WARPS = 4  # lay out input
 RAW_STAGES = 4  # slots' rows of input on their way from memory
 PER_ITEM = 4  # parts, at most, that a thread lays out at a time
 
-
-
-def narrow(problem: Problem) -> bool:
-    """Channels too few for the copy engine, which fetches 16 bytes at a time."""
-    return problem.channels * problem.size % PART_BYTES > 0
-
-
-# Two parts that one instruction multiplies: (row of the filter, part), the second one or None: zeros.
+# Two parts that an instruction multiplies: (row of the filter, part) each; None: zeros.
 Place = tuple[int, int]
 Pair = tuple[Place, Place | None]
 
@@ -120,8 +110,8 @@ class PackedGeometry(Geometry):
 
     @cached_property
     def k_order(self) -> tuple[tuple[int, int] | None, ...]:
-        """For each element along the sum, in the order of the weights: its tap (number along the first
-        line, then the second) and channel; None: zero, up to whole rows of 128 bytes."""
+        """For each element along the sum, in the order of the weights: its tap (number along the
+        first line, then the second) and channel; None: zero, up to whole rows of 128 bytes."""
         found: list[tuple[int, int] | None] = []
         for chunk in range(self.run_chunks):
             for place in (p for pair in self.pairs for p in pair):
@@ -136,15 +126,18 @@ class PackedGeometry(Geometry):
                     found.append((row * self.line.taps + tap, channel) if inside else None)
         return (*found, *[None] * (self.w_tiles * self.chunk - len(found)))
 
+    def weights(self) -> Tensor:
+        """The problem's constant weights in this order: [rows of 128 bytes, features, elements]."""
+        shared = self.down.taps // 2 if self.across_rows else 0
+        order = Order(self.part, self.parts, self.run, shared, self.run_chunks > 1)
+        return weights(self.problem, order, self.w_tiles, self.chunk)
+
     # ---- rows ----------------------------------------------------------------------------------
 
     @cached_property
     def hops(self) -> tuple[int, int]:
         """Positions between two tiles along the first line and down."""
-        n = [
-            c * line.hop
-            for c, line in zip(self.cells, self.problem.lines, strict=True)
-        ]
+        n = [c * line.hop for c, line in zip(self.cells, self.problem.lines, strict=True)]
         return n[0], n[1] if len(n) > 1 else 1
 
     @property
@@ -213,7 +206,7 @@ class PackedGeometry(Geometry):
 
     @property
     def raw_row(self) -> int:
-        """Bytes of a row of input: what the runs of a patch cover, and what is read past the last."""
+        """Bytes of a row of input: what a patch's runs cover, and what is read past the last."""
         runs = (self.config.patch[0] - 1) * self.step_bytes + self.run_parts * PART_BYTES
         return up(self.raw_before * self.problem.size + runs + 4, 16)
 
@@ -292,46 +285,6 @@ class PackedGeometry(Geometry):
             + 8 * self.barriers
         )
 
-    def refusal(self, shared_bytes: int) -> Refusal | None:
-        """Why there is no such kernel; None if there is. shared_bytes: that a program may use."""
-        p, c, name = self.problem, self.config, self.problem.results[0].tensor.name
-        registers = 65536 // self.threads // 8 * 8
-        others = zip(p.lines[2:], c.patch[2:], strict=True)
-        checks = [
-            (p.batch > 1, "a packed input of several batches"),
-            (not p.w_constant, "weights of a packed input that are not constant"),
-            (self.line.step != p.channels, "channels of a row with gaps between them"),
-            (self.line.dilation > 1, "dilation along a packed row"),
-            (
-                any(x.taps > 1 or x.stride > 1 or n > 1 or x.pools for x, n in others),
-                "a packed input of more than two lines",
-            ),
-            (any(r.kind == "tile" for r in p.reads), "tiles that a packed input's epilogue reads"),
-            (c.along != 0 or c.row_bytes != LINE_BYTES, f"a packed input along {c.along}"),
-            (c.w_stages > 0 or c.cluster > 1, "streamed weights or clusters with packed input"),
-            (c.patch[0] % GROUP > 0, f"a patch of {c.patch[0]} positions, not a multiple of 8"),
-            (self.columns > MOST_COLUMNS, f"{self.columns} columns of at most {MOST_COLUMNS}"),
-            (min(self.cells) < 1, "a patch smaller than a window"),
-            (self.tile_features > MOST_BOX, f"{self.tile_features} features a tile"),
-            (c.x_stages <= self.units, f"{c.x_stages} slots for tiles of {self.units}"),
-            (
-                self.run_chunks > 1 and len(self.pairs) % STEPS_OF_ROW > 0,
-                f"{len(self.pairs)} instructions a chunk",
-            ),
-            (
-                self.accumulators + 40 > min(registers, 255),
-                f"{self.accumulators} sums a thread of {min(registers, 255)} registers",
-            ),
-            (self.threads > 1024, f"{self.threads} threads of at most 1024"),
-        ]
-        for wrong, text in checks:
-            if wrong:
-                return Refusal(Rule.CONTRACTION_FORM, name, text)
-        if self.shared_bytes > shared_bytes:
-            text = f"{self.shared_bytes:,} bytes of {shared_bytes:,}"
-            return Refusal(Rule.SHARED_MEMORY, name, text, {"shared_bytes": self.shared_bytes})
-        return None
-
     # ---- what the kernel's text says -----------------------------------------------------------
 
     @cached_property
@@ -357,8 +310,8 @@ class PackedGeometry(Geometry):
 
     @cached_property
     def tables(self) -> dict[str, list[int]]:
-        """For each pair: its row, its part, and the bytes from there to the second part (-1: zeros).
-        Then elements of memory between two elements of each line but the first."""
+        """For each pair: its row, its part, and the bytes from there to the second part (-1:
+        zeros). Then elements of memory between two elements of each line but the first."""
         apart = []
         for (row, j), second in self.pairs:
             to = second and (second[0] - row) * self.row_step + (second[1] - j) * self.part_step
@@ -370,3 +323,13 @@ class PackedGeometry(Geometry):
             "PAIR_APART": apart,
             "X_STEP": steps + [0] * (3 - len(steps)),
         }
+
+
+def narrow(problem: Problem) -> bool:
+    """Channels too few for the copy engine, which fetches 16 bytes at a time."""
+    return problem.channels * problem.size % PART_BYTES > 0
+
+
+def geometry(problem: Problem, config: Config) -> Geometry:
+    """The tile of a kernel, in the form that its channels allow."""
+    return PackedGeometry(problem, config) if narrow(problem) else Geometry(problem, config)
