@@ -92,7 +92,7 @@ def _choices(p: Problem, gpu: Gpu) -> Iterator[Config]:
     down = p.lines[1] if len(p.lines) > 1 else None
     rows = _rows(down, p.pools) if down else [1]
     for across, high in product(_across(p.lines[0], p.pools), rows):
-        patch = (across, high, *[1] * (len(p.lines) - 2))[: len(p.lines)]
+        patch = (across, *[high] * (down is not None), *[1] * len(p.lines[2:]))
         for (b, split), teams in product(shapes, (1, 2, 3, 4)):
             threads = 128 * teams * split + 32 * LOADER_WARPS
             registers = min(65536 // threads // 8 * 8, 255)
