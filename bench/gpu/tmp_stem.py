@@ -86,26 +86,32 @@ def conv1s(n, ci, l, co, k, st, p, kind="bf16", pool=()):
     return Shape(n, ci, (l,), co, (k,), (st,), (p,), (1,), pool, kind)
 P330 = ((3, 2, 0), (3, 2, 0))
 CASES = {
- "stem": (conv(32, 3, 224, 64, k=7, s=2, pool=P33), [Config((112, 2, 1), 0, teams=2, x_stages=6), Config((112, 2, 1), 0, teams=2, x_stages=5), Config((112, 2, 1), 0, teams=2, x_stages=4), Config((112, 2, 1), 0, teams=1, x_stages=6)]),
- "bare": (conv(32, 3, 224, 64, k=7, s=2), [Config((112, 2, 1), 0, teams=2, x_stages=5), Config((112, 1, 1), 0, teams=3, x_stages=10), Config((56, 2, 1), 0, teams=4, x_stages=8)]),
- "stem32": (conv(32, 3, 224, 64, k=7, s=2, pool=P33, kind="tf32"), [Config((16, 9, 1), 0, teams=1, x_stages=3)]),
- "crepe1": (conv1s(64, 1, 1024, 1024, 512, 4, 254, pool=((2, 2, 0),)), [Config((128, 1), 0, split=2, teams=1, x_stages=4), Config((128, 1), 0, split=1, teams=2, x_stages=6), Config((256, 1), 0, split=1, teams=1, x_stages=3), Config((128, 1), 0, split=1, teams=3, x_stages=6)]),
+ # x_stages: tiles' slots ahead, see below
+ "stem": (conv(32, 3, 224, 64, k=7, s=2, pool=P33), [Config((112, 2, 1), 0, teams=2, x_stages=n) for n in (1, 2, 3, 4)] + [Config((112, 2, 1), 0, teams=1, x_stages=2)]),
+ "bare": (conv(32, 3, 224, 64, k=7, s=2), [Config((112, 2, 1), 0, teams=2, x_stages=3), Config((112, 1, 1), 0, teams=3, x_stages=4), Config((112, 1, 1), 0, teams=3, x_stages=6), Config((56, 2, 1), 0, teams=4, x_stages=4)]),
+ "stem32": (conv(32, 3, 224, 64, k=7, s=2, pool=P33, kind="tf32"), [Config((112, 2, 1), 0, teams=1, x_stages=.5), Config((32, 9, 1), 0, teams=1, x_stages=1)]),
+ "stem16": (conv(32, 3, 224, 64, k=7, s=2, pool=P33, kind="fp16"), [Config((112, 2, 1), 0, teams=2, x_stages=3)]),
+ "crepe1": (conv1s(64, 1, 1024, 1024, 512, 4, 254, pool=((2, 2, 0),)), [Config((128, 1), 0, split=2, teams=1, x_stages=3), Config((128, 1), 0, split=1, teams=2, x_stages=5), Config((256, 1), 0, split=1, teams=1, x_stages=3), Config((64, 1), 0, blocks=2, teams=2, x_stages=4), Config((128, 1), 0, split=1, teams=3, x_stages=5)]),
  # correctness of the rest
- "s16": (conv(3, 3, 64, 64, k=7, s=2, pool=P33, kind="fp16"), [Config((32, 2, 1), 0, teams=2, x_stages=5), Config((32, 4, 1), 0, teams=2, x_stages=4)]),
- "odd33": (conv(3, 3, 61, 40, k=7, s=2, pool=P33, w=53), [Config((32, 2, 1), 0, teams=2, x_stages=5), Config((32, 4, 1), 0, teams=3, x_stages=4)]),
- "s32": (conv(3, 3, 64, 64, k=7, s=2, pool=P33, kind="tf32"), [Config((32, 2, 1), 0, teams=2, x_stages=5)]),
- "lead0": (conv(2, 3, 63, 64, k=7, s=2, pool=P330), [Config((16, 9, 1), 0, teams=2, x_stages=3), Config((32, 3, 1), 0, teams=2, x_stages=5)]),
- "digits": (conv(8, 1, 28, 32, k=3), [Config((32, 2, 1), 0, teams=2, x_stages=4), Config((8, 7, 1), 0, teams=2, x_stages=4)]),
- "cifar": (conv(8, 3, 32, 128, k=3, pool=P22), [Config((32, 4, 1), 0, split=2, teams=1, x_stages=4), Config((16, 2, 1), 0, split=1, teams=3, x_stages=4), Config((16, 2, 1), 0, blocks=2, teams=2, x_stages=4)]),
- "alex": (conv(2, 3, 63, 64, k=11, s=4, p=2), [Config((16, 2, 1), 0, teams=2, x_stages=4)]),
- "oddw": (conv(3, 3, 37, 40, k=5, s=2, w=35), [Config((24, 3, 1), 0, teams=2, x_stages=4), Config((8, 2, 1), 0, teams=2, x_stages=5)]),
- "four": (conv(2, 4, 32, 64, k=3, s=2), [Config((16, 2, 1), 0, teams=2, x_stages=4)]),
- "two16": (conv(2, 2, 30, 64, k=4, s=1, p=1, kind="fp16"), [Config((32, 2, 1), 0, teams=2, x_stages=4)]),
- "two32": (conv(2, 2, 30, 64, k=4, s=1, p=1, kind="tf32"), [Config((32, 2, 1), 0, teams=2, x_stages=4)]),
- "dild": (Shape(2, 3, (30, 30), 64, (3, 3), (1, 1), (1, 2), (1, 2), (), "bf16"), [Config((32, 2, 1), 0, teams=2, x_stages=5)]),
- "wave": (conv1s(5, 1, 300, 96, 100, 8, 50, kind="tf32"), [Config((16, 2), 0, teams=2, x_stages=3)]),
- "wave2": (conv1s(5, 2, 301, 96, 25, 3, 12), [Config((32, 1), 0, teams=2, x_stages=3), Config((64, 2), 0, teams=2, x_stages=3)]),
+ "s16": (conv(3, 3, 64, 64, k=7, s=2, pool=P33, kind="fp16"), [Config((32, 2, 1), 0, teams=2, x_stages=2), Config((32, 4, 1), 0, teams=2, x_stages=2)]),
+ "odd33": (conv(3, 3, 61, 40, k=7, s=2, pool=P33, w=53), [Config((32, 2, 1), 0, teams=2, x_stages=2), Config((32, 4, 1), 0, teams=3, x_stages=2)]),
+ "s32": (conv(3, 3, 64, 64, k=7, s=2, pool=P33, kind="tf32"), [Config((32, 2, 1), 0, teams=2, x_stages=2)]),
+ "lead0": (conv(2, 3, 63, 64, k=7, s=2, pool=P330), [Config((16, 9, 1), 0, teams=2, x_stages=2), Config((32, 3, 1), 0, teams=2, x_stages=2)]),
+ "digits": (conv(8, 1, 28, 32, k=3), [Config((32, 2, 1), 0, teams=2, x_stages=2), Config((8, 7, 1), 0, teams=2, x_stages=2)]),
+ "cifar": (conv(8, 3, 32, 128, k=3, pool=P22), [Config((32, 4, 1), 0, split=2, teams=1, x_stages=2), Config((16, 2, 1), 0, split=1, teams=3, x_stages=2), Config((16, 2, 1), 0, blocks=2, teams=2, x_stages=2)]),
+ "alex": (conv(2, 3, 63, 64, k=11, s=4, p=2), [Config((16, 2, 1), 0, teams=2, x_stages=2)]),
+ "oddw": (conv(3, 3, 37, 40, k=5, s=2, w=35), [Config((24, 3, 1), 0, teams=2, x_stages=2), Config((8, 2, 1), 0, teams=2, x_stages=2)]),
+ "four": (conv(2, 4, 32, 64, k=3, s=2), [Config((16, 2, 1), 0, teams=2, x_stages=2)]),
+ "two16": (conv(2, 2, 30, 64, k=4, s=1, p=1, kind="fp16"), [Config((32, 2, 1), 0, teams=2, x_stages=2)]),
+ "two32": (conv(2, 2, 30, 64, k=4, s=1, p=1, kind="tf32"), [Config((32, 2, 1), 0, teams=2, x_stages=2)]),
+ "dild": (Shape(2, 3, (30, 30), 64, (3, 3), (1, 1), (1, 2), (1, 2), (), "bf16"), [Config((32, 2, 1), 0, teams=2, x_stages=2)]),
+ "wave": (conv1s(5, 1, 300, 96, 100, 8, 50, kind="tf32"), [Config((16, 2), 0, teams=2, x_stages=2)]),
+ "wave2": (conv1s(5, 2, 301, 96, 25, 3, 12), [Config((32, 1), 0, teams=2, x_stages=2), Config((64, 2), 0, teams=2, x_stages=2)]),
 }
+def ahead(S, C):
+    g = Geometry(problem(S), C)
+    return replace(C, x_stages=g.units + int(C.x_stages * g.spent))
+CASES = {n: (S, [ahead(S, C) for C in Cs]) for n, (S, Cs) in CASES.items()}
 
 if __name__ == "__main__" and "--build" in sys.argv:
     import re

@@ -58,32 +58,32 @@ def overlapping(lead: int = 1) -> nn.Module:
 CASES = {
     "rows handed on": (
         lambda: Layer(nn.Conv2d(3, 40, 7, 2, 3), overlapping()), lambda: image(2, 3, 29, 21),
-        Config((16, 2, 1), 0, teams=2, x_stages=5),
+        Config((16, 2, 1), 0, teams=2, x_stages=7),
     ),
     "three teams": (
         lambda: Layer(nn.Conv2d(3, 64, 7, 2, 3), overlapping()), lambda: image(2, 3, 24, 32),
-        Config((16, 2, 1), 0, teams=3, x_stages=4),
+        Config((16, 2, 1), 0, teams=3, x_stages=6),
     ),
     "four rows of one team": (
         lambda: Layer(nn.Conv2d(3, 64, 7, 2, 3), overlapping()), lambda: image(1, 3, 32, 24),
-        Config((16, 4), 0, x_stages=3),
+        Config((16, 4), 0, x_stages=8),
     ),
     "disjoint windows, stride 1": (
         lambda: Layer(nn.Conv2d(3, 128, 3, 1, 1), nn.MaxPool2d(2)), lambda: image(2, 3, 12, 16),
-        Config((16, 2, 1), 0, split=2, teams=2, x_stages=4),
+        Config((16, 2, 1), 0, split=2, teams=2, x_stages=6),
     ),
     "odd rows, no pool": (
         lambda: Layer(nn.Conv2d(3, 40, 5, 2, 2)), lambda: image(2, 3, 19, 17),
-        Config((8, 3, 1), 0, teams=2, x_stages=4),
+        Config((8, 3, 1), 0, teams=2, x_stages=6),
     ),
     "float32": (
         lambda: Layer(nn.Conv2d(3, 64, 7, 2, 3), overlapping()),
         lambda: image(1, 3, 20, 30, dtype=torch.float32),
-        Config((16, 2), 0, teams=2, x_stages=5),
+        Config((16, 2), 0, teams=2, x_stages=7),
     ),
     "float16, two channels": (
         lambda: Layer(nn.Conv2d(2, 64, 4, 1, 1)), lambda: image(2, 2, 11, 15, dtype=torch.float16),
-        Config((16, 2, 1), 0, teams=2, x_stages=4),
+        Config((16, 2, 1), 0, teams=2, x_stages=6),
     ),
     "one channel, a long filter": (
         lambda: Layer(nn.Conv2d(1, 96, (128, 1), (4, 1)), nn.MaxPool2d((2, 1)), (0, 0, 62, 62)),
@@ -180,7 +180,7 @@ def test_refusals_say_what_does_not_fit() -> None:
     assert isinstance(case.problem, Problem)
     for wrong, text in (
         (replace(config, patch=(12, 2, 1)), "a patch of 12 positions, not a multiple of 8"),
-        (replace(config, x_stages=2), "2 slots for tiles of 3"),
+        (replace(config, x_stages=2), "2 slots for tiles of 5"),
         (replace(config, w_stages=2), "streamed weights or clusters with packed input"),
     ):
         found = emit(case.problem, wrong, H200, case.strides)

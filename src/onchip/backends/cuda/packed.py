@@ -8,7 +8,7 @@ with zeros. A part of 8 neighbouring positions is the matrix unit's 8 by 16 byte
 
 An instruction multiplies two parts, wherever they lie: two of one row, or the same part of two
 rows where a row has an odd number of them. Rows are laid out once and read by every position whose
-filter covers them: a slot holds the rows by which a tile goes on from the one above it.
+filter covers them: slots hold the rows by which a tile goes on from the one above it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PART_BYTES = 16
 STEPS_OF_ROW = 4  # instructions that a row of 128 bytes of weights feeds
 MOST_PARTS = 8  # of a run in a slot
 LOADER_WARPS = 4  # lay out input
-RAW_STAGES = 4  # slots' rows of input on their way from memory
+RAW_STAGES = {2: 6, 4: 4}  # slots' rows on their way from memory, by the size of an element
 PER_ITEM = 4  # parts, at most, that a thread lays out at a time
 
 # Two parts that an instruction multiplies: (row of the filter, part) each; None: zeros.
@@ -142,8 +142,18 @@ class PackedGeometry(Geometry):
 
     @property
     def advance(self) -> int:
-        """Rows of input by which a tile goes on: those of a slot."""
+        """Rows of input by which a tile goes on."""
         return self.hops[1] * self.down.stride
+
+    @property
+    def slot_rows(self) -> int:
+        """Rows of a slot: two, so that few are filled that a tile does not read."""
+        return 2 if self.extent > self.advance and self.advance % 2 == 0 else self.advance
+
+    @property
+    def spent(self) -> int:
+        """Slots by which a tile goes on."""
+        return self.advance // self.slot_rows
 
     @property
     def extent(self) -> int:
@@ -154,7 +164,7 @@ class PackedGeometry(Geometry):
     @property
     def units(self) -> int:
         """Slots that a tile reads."""
-        return ceil(self.extent / self.advance)
+        return ceil(self.extent / self.slot_rows)
 
     @property
     def part_step(self) -> int:
@@ -167,7 +177,7 @@ class PackedGeometry(Geometry):
 
     @property
     def x_slot(self) -> int:
-        return up(self.advance * self.row_step, 128)
+        return up(self.slot_rows * self.row_step, 128)
 
     @property
     def zero_bytes(self) -> int:
@@ -209,6 +219,10 @@ class PackedGeometry(Geometry):
         """Bytes of a row of input: what a patch's runs cover, and what is read past the last."""
         runs = (self.config.patch[0] - 1) * self.step_bytes + self.run_parts * PART_BYTES
         return up(self.raw_before * self.problem.size + runs + 4, 16)
+
+    @property
+    def raw_stages(self) -> int:
+        return RAW_STAGES[self.problem.size]
 
     @property
     def raw_aligned(self) -> int:
@@ -281,7 +295,7 @@ class PackedGeometry(Geometry):
             + self.config.x_stages * self.x_slot
             + groups * (up(self.tile_bytes, 128) + self.carry_bytes)
             + up(self.zero_bytes, 128)
-            + RAW_STAGES * self.advance * self.raw_row
+            + self.raw_stages * self.slot_rows * self.raw_row
             + 8 * self.barriers
         )
 
@@ -294,9 +308,10 @@ class PackedGeometry(Geometry):
         return {
             "SIZE": self.problem.size, "RUN": self.run, "RUN_CHUNKS": self.run_chunks,
             "PARTS": self.parts, "PART_STEP": self.part_step, "ROW_STEP": self.row_step,
-            "SLOT": self.x_slot, "ADVANCE": self.advance, "UNITS": self.units,
-            "DOWN_STRIDE": d.stride, "PAIRS": len(self.pairs), "WEIGHTS": self.w_tiles,
-            "ZERO_BYTES": up(self.zero_bytes, 128), "RAW_STAGES": RAW_STAGES,
+            "SLOT": self.x_slot, "ADVANCE": self.advance, "SLOT_ROWS": self.slot_rows,
+            "UNITS": self.units, "DOWN_STRIDE": d.stride, "PAIRS": len(self.pairs),
+            "WEIGHTS": self.w_tiles,
+            "ZERO_BYTES": up(self.zero_bytes, 128), "RAW_STAGES": self.raw_stages,
             "RAW_ROW": self.raw_row, "RAW_BEFORE": self.raw_before,
             "RAW_ALIGNED": self.raw_aligned, "COPY": self.copy_bytes, "PER_ITEM": self.per_item,
             "STEP": self.step_bytes, "LOADER_WARPS": LOADER_WARPS,

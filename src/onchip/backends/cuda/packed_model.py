@@ -33,7 +33,7 @@ from onchip.fusion.refusal import Refusal, Rule
 
 # Judgements:
 MOST_ROWS = 9  # of a patch
-AHEAD = 3  # slots beyond those that a tile reads
+AHEAD = 3  # tiles whose further slots are filled beyond those that a tile reads
 PER_PART = 16.0  # instructions that lay out one part
 
 
@@ -75,7 +75,7 @@ def microseconds(g: PackedGeometry, gpu: Gpu) -> float:
     tiles = _most_tiles(g, gpu)
     turns = (products + TILE + epilogue) / min(c.teams, tiles)
     tile = max(products, shared / SHARED_BYTES, loaders, turns)
-    first = g.units * rows / 16 * PER_PART / (32 * LOADER_WARPS)
+    first = g.units / g.spent * rows / 16 * PER_PART / (32 * LOADER_WARPS)
     waves = ceil(g.feature_tiles / gpu.multiprocessors)
     return (START + first + epilogue + waves * tiles * tile) / CLOCKS
 
@@ -89,10 +89,11 @@ def _most_tiles(g: PackedGeometry, gpu: Gpu) -> int:
 def _choices(p: Problem, gpu: Gpu) -> Iterator[Config]:
     blocks = ceil(p.features / BLOCK)
     shapes = [(b, s) for b, s in product((1, 2), (1, 2, 4)) if b * s <= min(max(blocks, 1), 4)]
-    down = p.lines[1] if len(p.lines) > 1 else None
+    first, *further = p.lines
+    down = further[0] if further else None
     rows = _rows(down, p.pools) if down else [1]
-    for across, high in product(_across(p.lines[0], p.pools), rows):
-        patch = (across, *[high] * (down is not None), *[1] * len(p.lines[2:]))
+    for across, high in product(_across(first, p.pools), rows):
+        patch = (across, *[high] * (down is not None), *[1] * len(further[1:]))
         for (b, split), teams in product(shapes, (1, 2, 3, 4)):
             threads = 128 * teams * split + 32 * LOADER_WARPS
             registers = min(65536 // threads // 8 * 8, 255)
@@ -103,7 +104,7 @@ def _choices(p: Problem, gpu: Gpu) -> Iterator[Config]:
             if min(g.cells) < 1 or teams > _most_tiles(g, gpu):
                 continue
             room = gpu.shared_bytes - PackedGeometry(p, replace(config, x_stages=0)).shared_bytes
-            stages = min(room // (g.x_slot + 16), g.units + AHEAD)
+            stages = min(room // (g.x_slot + 16), g.units + AHEAD * g.spent)
             if stages > g.units:
                 yield replace(config, x_stages=stages)
 

@@ -21,7 +21,8 @@ using engine::WARPGROUPS;
 
 constexpr int LOADERS = 32 * LOADER_WARPS;
 constexpr int COLUMNS = cfg::PATCH[0];
-constexpr int RAW_SLOT = ADVANCE * RAW_ROW;
+constexpr int RAW_SLOT = SLOT_ROWS * RAW_ROW;
+constexpr int SPENT = ADVANCE / SLOT_ROWS;  // slots by which a tile goes on
 constexpr bool EDGES = cfg::PATCH[0] > cfg::POSITIONS[0] || cfg::POSITIONS[1] % cfg::PATCH[1] > 0;
 constexpr int K_STEPS = 4;  // instructions that a row of weights feeds
 
@@ -82,7 +83,7 @@ struct Cursor {
     __device__ __forceinline__ void next() {
         if (++unit < UNITS) return;
         n++;
-        unit = begins(n) ? 0 : UNITS - 1;
+        unit = begins(n) ? 0 : UNITS - SPENT;
     }
 };
 
@@ -93,9 +94,9 @@ template <class T>
 DEVICE void fetch_rows(u32 to, const T* x, Cursor at, int thread) {
     constexpr int EACH = COPY / SIZE, COPIES = RAW_ROW / COPY;
     const Tile t = tile_at(at.n, 0);
-    const int row = (t.line[1] + at.unit) * ADVANCE + ROW_ORIGIN, element = t.line[0] * TILE_ELEMENTS + ORIGIN;
+    const int row = t.line[1] * ADVANCE + at.unit * SLOT_ROWS + ROW_ORIGIN, element = t.line[0] * TILE_ELEMENTS + ORIGIN;
     const T* image = x + X_OFFSET + (long long)t.line[2] * X_STEP[1] + (long long)t.line[3] * X_STEP[2];
-    for (int i = thread; i < ADVANCE * COPIES; i += LOADERS) {
+    for (int i = thread; i < SLOT_ROWS * COPIES; i += LOADERS) {
         const int y = row + i / COPIES, e = element + i % COPIES * EACH;
         const bool inside = y >= 0 && y < ROWS && e >= 0 && e < ROW_ELEMENTS;
         const T* from = inside ? image + (long long)y * X_STEP[0] + e : x;
@@ -140,7 +141,7 @@ DEVICE void read_run(u32 (&word)[4 * N], u32 at, int left) {
 // A slot's rows in parts, for one chunk of their runs.
 DEVICE void lay_out(u32 to, u32 raw, int chunk, int thread) {
     constexpr int GROUPS = PARTS / PER_ITEM, EACH = 16 / SIZE;
-    for (int i = thread; i < ADVANCE * GROUPS * COLUMNS; i += LOADERS) {
+    for (int i = thread; i < SLOT_ROWS * GROUPS * COLUMNS; i += LOADERS) {
         const int column = i % COLUMNS, group = i / COLUMNS % GROUPS, row = i / COLUMNS / GROUPS;
         const int part = GROUPS == 1 ? 0 : group * PER_ITEM, first = chunk * PARTS + part;
         u32 word[4 * PER_ITEM];
@@ -218,7 +219,7 @@ DEVICE void sum(Sums& d, const Shared& s, u32 weights, int slot, bool weights_he
             UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
                 UNROLL for (int strip = 0; strip < cfg::STRIPS; strip++) {
                     const int row = strip * DOWN_STRIDE + PAIR_ROW[i];
-                    const u32 at = x[row / ADVANCE] + row % ADVANCE * ROW_STEP + PAIR_PART[i] * PART_STEP;
+                    const u32 at = x[row / SLOT_ROWS] + row % SLOT_ROWS * ROW_STEP + PAIR_PART[i] * PART_STEP;
                     const u32 apart = PAIR_APART[i] < 0 ? s.zero - at : PAIR_APART[i];
                     product(d[m][strip],
                             mine + (i / K_STEPS * cfg::W_BYTES + m * BLOCK * 128 + i % K_STEPS * 32) / 16,
@@ -307,7 +308,7 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
     int slot = 0, turn = 0;
     for (int n = mine.first; n < mine.last; n++, turn++) {
         const bool ends = n + 1 == mine.last || begins(n + 1);
-        const int spent = ends ? UNITS : 1;  // slots that no later tile reads
+        const int spent = ends ? UNITS : SPENT;  // slots that no later tile reads
         if (cfg::TEAMS > 1 && turn % cfg::TEAMS != team) {
             slot += spent * RUN_CHUNKS;
             continue;
