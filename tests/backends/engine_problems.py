@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, prod
+from math import prod
 
 import numpy as np
 
@@ -38,8 +38,8 @@ class Shape:
     constant: bool = True
 
 
-def contraction(s: Shape, multiple: int = 128) -> Problem:
-    """The problem of a shape, channels-last. multiple: bytes of a chunk for the type of w."""
+def contraction(s: Shape) -> Problem:
+    """The problem of a shape, channels-last; weights lie [batch, features, taps, channels]."""
     dtype, count = TYPES[s.kind], len(s.sizes)
     ones = (1,) * count
     strides, dilations = s.strides or ones, s.dilations or ones
@@ -62,9 +62,9 @@ def contraction(s: Shape, multiple: int = 128) -> Problem:
     axes = cells if s.pool else positions
     outer = tuple(a.extent for a in reversed(axes))
     x = given((*(x.size for x in reversed(lines)), s.batch * s.channels), dtype, "x")
-    chunk = multiple // dtype.size
-    shape = (s.batch, prod(s.taps), ceil(s.channels / chunk), s.features, chunk)
-    w = given(shape if s.constant else (s.batch, s.features, s.channels), dtype, "w")
+    taps = tuple(axis(x.taps, "t") for x in lines)
+    channel = axis(s.channels, "c")
+    w = given((s.batch, s.features, *(x.taps for x in reversed(lines)), s.channels), dtype, "w")
     y = given((s.batch, *outer, s.features), dtype, "y")
     index: tuple[Expr, ...] = (b, *reversed(axes), f)
     reads, value = (), ACC
@@ -77,7 +77,7 @@ def contraction(s: Shape, multiple: int = 128) -> Problem:
     return Problem(
         s.kind, x, w, s.channels, tuple(lines), s.features, s.batch, 0, s.channels, s.constant,
         *(step_of_w or (0, 0)), f, b, positions, cells, ACC, s.fold if s.pool else "",
-        (result,), reads,
+        (result,), reads, Load(w, (b, f, *reversed(taps), channel)), taps, channel,
     )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
-"""The engine's two rings as processes and counters: one producer, copies that land in any order,
-and warpgroups that multiply. A schedule is a random order of all that may happen; each one is
-checked for slots that are overwritten while somebody needs them, waits that mistake one round of a
-slot for another (a barrier's parity tells neighbours apart only), and deadlock."""
+"""The engine's rings as processes and counters: a warp that fetches operands and one that fetches
+what the epilogue reads, copies that land in any order, and warpgroups that multiply. A schedule is
+a random order of all that may happen; each one is checked for slots that are overwritten while
+somebody needs them, waits that mistake one round of a slot for another (a barrier's parity tells
+neighbours apart only), and deadlock."""
 
 from __future__ import annotations
 
@@ -62,12 +63,13 @@ class Ring:
 
 class Rings:
     """One program of `tiles` tiles. turns: a team begins a tile's products when those of the tile
-    before have ended."""
+    before have ended; in_place: a tile of reads is free when its team has the next one."""
 
-    def __init__(self, g: Geometry, tiles: int, turns: bool, per_tile: tuple[int, int]) -> None:
+    def __init__(self, g: Geometry, tiles: int, turns: bool) -> None:
         c = g.config
         self.teams, self.split, self.tiles, self.turns = c.teams, c.split, tiles, turns
-        self.chunks, self.steps = per_tile
+        self.chunks, self.steps, self.in_place = g.chunks * len(g.phases), g.steps, g.in_place
+        self.r = Ring(g.r_stages, c.split) if g.r_stages else None
         self.x = Ring(c.x_stages, c.split)
         self.w = Ring(c.w_stages, c.split) if c.w_stages else None
         self.copies: list[tuple[Slot, Place]] = []
@@ -89,6 +91,11 @@ class Rings:
                     if self.w:
                         yield from self.fill(self.w, tile * self.steps + step, (tile, step))
 
+    def reader(self) -> Generator[Wait]:
+        for tile in range(self.tiles):
+            if self.r:
+                yield from self.fill(self.r, tile, (tile, 0))
+
     def of(self, chunk: int) -> range:
         return range(chunk * self.steps // self.chunks, (chunk + 1) * self.steps // self.chunks)
 
@@ -106,6 +113,7 @@ class Rings:
         slot.empty.arrive()
 
     def warpgroup(self, team: int) -> Generator[Wait | int]:
+        before = None
         for tile in range(team, self.tiles, self.teams):
             if self.turns and tile:
                 yield tile - 1
@@ -128,6 +136,14 @@ class Rings:
             if last_w:
                 self.free(*last_w)
             self.multiplied[tile] += 1
+            if self.r:
+                r = yield from self.held(self.r, tile, (tile, 0))
+                if before:
+                    self.free(*before)
+                before = (r, (tile, 0))
+                if not self.in_place:
+                    self.free(*before)
+                    before = None
 
     def ready(self, wait: Wait | int) -> bool:
         if isinstance(wait, int):
@@ -138,7 +154,8 @@ class Rings:
         """One schedule: processes and copies by random preference, which changes now and then, so
         that some fall far behind. Raises Wrong."""
         chance = random.Random(seed)
-        processes = [self.producer()]
+        processes: list[Generator[Wait | int]] = [self.producer()]
+        processes += [self.reader()] * bool(self.r)
         processes += [self.warpgroup(t) for t in range(self.teams) for _ in range(self.split)]
         waits: dict[Generator, Wait | int] = {p: next(p) for p in processes}
         order: list[Generator] = list(processes)

@@ -7,6 +7,7 @@ is NaN, so that a row that matters and is stale shows in the results."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -71,7 +72,6 @@ def fetched(memory: np.ndarray, box: Box, steps: tuple[int, ...], offset: int = 
 @dataclass(frozen=True)
 class Tile:
     part: int
-    number: int
     feature: int
     batch: int
     cell: tuple[int, ...]
@@ -87,7 +87,6 @@ class Simulator:
         self.multiprocessors = multiprocessors
         shape = p.results[0].tensor.shape
         self.results, self.stored = np.zeros(shape), np.zeros(shape, int)
-        self.partial: dict[int, list[np.ndarray]] = {}
         self.memory_of_weights = self._packed() if p.w_constant else v.w[:, :, 0].ravel()
         self.pooled = p.results[0].pooled and p.pools
         self.view, self.whole = View(self.g, self.pooled), View(self.g, False)
@@ -108,25 +107,38 @@ class Simulator:
     # ---- tiles ---------------------------------------------------------------------------------
 
     @property
-    def programs(self) -> int:
-        most = self.multiprocessors
-        if not self.c.w_stages:
-            most = most // self.g.feature_tiles * self.g.feature_tiles
-        return min(self.g.work, most)
+    def clusters(self) -> int:
+        """Of the launch."""
+        g, c = self.g, self.c
+        if c.k_split > 1:
+            return g.work
+        most = self.multiprocessors // c.cluster
+        if not c.w_stages:
+            features = -(-g.feature_tiles // c.x_shared)
+            most = max(most // features, 1) * features
+        return min(g.work, most)
 
-    def tile(self, n: int) -> Tile:
-        g, p = self.g, self.p
-        number, part = divmod(n, self.c.k_split)
-        near = g.feature_tiles
-        if self.c.w_stages:
-            near = max(k for k in range(1, 17) if g.feature_tiles % k == 0)
-        rest, feature = divmod(number, near)
-        rest, place = divmod(rest, prod(g.tiles))
-        batch, group = divmod(rest, g.feature_tiles // near)
-        at = np.unravel_index(place, g.tiles[::-1])[::-1]
-        cell = tuple(int(a) * n for a, n in zip(at, g.cells, strict=True))
+    def tile(self, n: int, rank: int) -> Tile:
+        """A cluster's n-th tile, as its program of this rank has it."""
+        g, p, c = self.g, self.p, self.c
+        features = -(-g.feature_tiles // c.x_shared)
+        positions = -(-prod(g.tiles) // c.w_shared)
+        near = features
+        if c.w_stages:
+            near = max(k for k in range(1, 17) if features % k == 0)
+        rest, feature = divmod(n, near)
+        rest, place = divmod(rest, positions)
+        batch, group = divmod(rest, features // near)
+        feature = (group * near + feature) * c.x_shared + rank * (c.x_shared > 1)
+        place = place * c.w_shared + rank * (c.w_shared > 1)
+        at = []
+        for tiles in g.tiles[:-1]:
+            place, mine = divmod(place, tiles)
+            at.append(mine)
+        cell = tuple(a * k for a, k in zip([*at, place], g.cells, strict=True))
         position = tuple(q * x.hop - x.lead for q, x in zip(cell, p.lines, strict=True))
-        return Tile(part, number, (group * near + feature) * g.tile_features, batch, cell, position)
+        part = rank * (c.k_split > 1)
+        return Tile(part, feature * g.tile_features, batch, cell, position)
 
     def steps(self, t: Tile) -> list[tuple[int, int, tuple[int, int], bool]]:
         """(chunk of channels, phase, tap, the first of its chunk) of a tile's part."""
@@ -148,28 +160,37 @@ class Simulator:
     # ---- one program ---------------------------------------------------------------------------
 
     def run(self) -> None:
-        for program in range(self.programs):
-            shared = Shared(START + self.g.shared_bytes, self.p.size)
-            kept: dict[tuple[int, int], int] = {}
-            x_slot = w_slot = 0
-            for n in range(program, self.g.work, self.programs):
-                t = self.tile(n)
-                sums = np.zeros((self.g.tile_features, len(self.rows_of_columns)))
-                slot = 0
-                for c, phase, (rows, tap), first in self.steps(t):
-                    if first:
-                        slot, x_slot = x_slot, (x_slot + 1) % self.c.x_stages
-                        self.fetch_input(shared, t, c, phase, slot)
-                    if self.c.w_stages:
-                        weights, w_slot = w_slot, (w_slot + 1) % self.c.w_stages
-                        self.fetch_weights(shared, t, c, tap, weights)
-                    elif (c, tap) not in kept:
-                        weights = kept[c, tap] = len(kept)
-                        self.fetch_weights(shared, t, c, tap, weights)
-                    else:
-                        weights = kept[c, tap]
-                    self.multiply(shared, sums, weights, slot, rows)
-                self.finish(t, sums)
+        for cluster in range(self.clusters):
+            mine = range(cluster, self.g.work, self.clusters)
+            sums = [list(self.products(mine, rank)) for rank in range(self.c.cluster)]
+            for n, *parts in zip(mine, *sums, strict=True):
+                if self.c.k_split > 1:
+                    parts = [np.sum(parts, 0)]
+                for rank, total in enumerate(parts):
+                    self.finish(self.tile(n, rank), total)
+
+    def products(self, mine: range, rank: int) -> Iterator[np.ndarray]:
+        """The sums of one program's tiles."""
+        shared = Shared(START + self.g.shared_bytes, self.p.size)
+        kept: dict[tuple[int, int], int] = {}
+        x_slot = w_slot = slot = 0
+        for n in mine:
+            t = self.tile(n, rank)
+            sums = np.zeros((self.g.tile_features, len(self.rows_of_columns)))
+            for c, phase, (rows, tap), first in self.steps(t):
+                if first:
+                    slot, x_slot = x_slot, (x_slot + 1) % self.c.x_stages
+                    self.fetch_input(shared, n, rank, c, phase, slot)
+                if self.c.w_stages:
+                    weights, w_slot = w_slot, (w_slot + 1) % self.c.w_stages
+                    self.fetch_weights(shared, n, rank, c, tap, weights)
+                elif (c, tap) not in kept:
+                    weights = kept[c, tap] = len(kept)
+                    self.fetch_weights(shared, n, rank, c, tap, weights)
+                else:
+                    weights = kept[c, tap]
+                self.multiply(shared, sums, weights, slot, rows)
+            yield sums
 
     @property
     def w_start(self) -> int:
@@ -190,19 +211,22 @@ class Simulator:
         at = to + np.arange(len(values))[:, None] * row + self.bytes_of_channels
         shared.write(permuted(at, row), values)
 
-    def fetch_input(self, shared: Shared, t: Tile, c: int, phase: int, slot: int) -> None:
+    def fetch_input(self, shared: Shared, n: int, rank: int, c: int, phase: int, slot: int) -> None:
+        """A chunk: each program that shares it fetches some of its pieces for all."""
         g, p = self.g, self.p
         to = self.x_start + slot * g.x_slot
-        free = to + np.arange(g.x_slot // p.size) * p.size
-        shared.write(free, np.array(np.nan))
-        start = g.phases[phase].start
-        origin = [q * x.stride + s for q, x, s in zip(t.position, p.lines, start, strict=True)]
-        nbytes = 0
+        shared.write(to + np.arange(g.x_slot // p.size) * p.size, np.array(np.nan))
+        start, nbytes = g.phases[phase].start, 0
+        each = g.pieces // self.c.x_shared
+        assert each * self.c.x_shared == g.pieces
         for piece in range(g.pieces):
-            origin[0] = t.position[0] * p.lines[0].stride + start[0] + piece * g.piece
+            t = self.tile(n, piece // each if self.c.x_shared > 1 else rank)
             indices = [c * g.chunk + np.arange(g.chunk)]
-            for first, box, x in zip(origin, g.x_box, p.lines, strict=True):
+            for k, (q, x, s, box) in enumerate(
+                zip(t.position, p.lines, start, g.x_box, strict=True)
+            ):
                 assert box <= 256, "a box is at most 256 elements long"
+                first = q * x.stride + s + piece * g.piece * (k == g.outermost)
                 indices.append(first + np.arange(0, box, x.stride))
             steps = (1, *(x.step for x in p.lines))
             box = Box(tuple(indices), (p.channels, *(x.size for x in p.lines)))
@@ -212,20 +236,28 @@ class Simulator:
         assert nbytes == g.x_bytes, "the barrier waits for other bytes than are copied"
         assert nbytes <= g.x_slot
 
-    def fetch_weights(self, shared: Shared, t: Tile, c: int, tap: int, slot: int) -> None:
+    def fetch_weights(self, shared: Shared, n: int, rank: int, c: int, tap: int, slot: int) -> None:
+        """A tile of weights: each program that shares it fetches some features for all."""
         g, p = self.g, self.p
-        features = t.feature + np.arange(g.tile_features)
-        if p.w_constant:
-            rows = p.batch * p.taps * g.chunks * p.features
-            features = features + ((t.batch * p.taps + tap) * g.chunks + c) * p.features
-            box = Box((np.arange(g.chunk), features), (g.chunk, rows))
-            values = fetched(self.memory_of_weights, box, (1, g.chunk))
-        else:
-            box = Box((c * g.chunk + np.arange(g.chunk), features), (p.channels, p.features))
-            offset = t.batch * p.w_batch
-            values = fetched(self.memory_of_weights, box, (1, p.w_step), offset)
-        assert slot < g.w_tiles and values.size * p.size == g.w_bytes
-        self.place(shared, self.w_start + slot * g.w_bytes, values)
+        shares, nbytes = self.c.w_shared, 0
+        each = g.tile_features // shares
+        for share in range(shares):
+            t = self.tile(n, share if shares > 1 else rank)
+            features = t.feature + share * each + np.arange(each)
+            if p.w_constant:
+                rows = p.batch * p.taps * g.chunks * p.features
+                features = features + ((t.batch * p.taps + tap) * g.chunks + c) * p.features
+                box = Box((np.arange(g.chunk), features), (g.chunk, rows))
+                values = fetched(self.memory_of_weights, box, (1, g.chunk))
+            else:
+                box = Box((c * g.chunk + np.arange(g.chunk), features), (p.channels, p.features))
+                offset = p.w_offset + t.batch * p.w_batch
+                values = fetched(self.memory_of_weights, box, (1, p.w_step), offset)
+            to = self.w_start + slot * g.w_bytes + share * (g.w_bytes // shares)
+            self.place(shared, to, values)
+            nbytes += values.size * p.size
+        assert slot < g.w_tiles
+        assert nbytes == g.w_bytes
 
     def multiply(self, shared: Shared, sums: np.ndarray, w: int, x: int, tap_rows: int) -> None:
         """One step: the operands of all instructions, as their addresses say."""
@@ -242,18 +274,13 @@ class Simulator:
 
     # ---- epilogue ------------------------------------------------------------------------------
 
-    def finish(self, t: Tile, sums: np.ndarray) -> None:
-        parts = self.partial.setdefault(t.number, [])
-        parts.append(sums)
-        if len(parts) < self.c.k_split:
-            return
-        total = sum(self.partial.pop(t.number))
+    def finish(self, t: Tile, total: np.ndarray) -> None:
         size = self.p.results[0].tensor.dtype.size
         for group in range(self.c.split):
             blocks = []
             for m in range(self.c.blocks):
                 first = (group * self.c.blocks + m) * BLOCK
-                blocks.append(registers(np.asarray(total)[first : first + BLOCK], self.g))
+                blocks.append(registers(total[first : first + BLOCK], self.g))
             base = self.out_start + group * self.g.tile_bytes
             for m, block in enumerate(blocks):
                 feature = t.feature + (group * self.c.blocks + m) * BLOCK

@@ -50,13 +50,16 @@ class Partition:
 
 @dataclass(eq=False)
 class Partitioner:
-    """root_of: the code generator's answer to whether it can write a region as one kernel."""
+    """root_of: the code generator's answer to whether it can write a region as one kernel.
+    pads_operands: its products read beyond their operands for free, so that zeros around a tensor
+    belong to the product that reads them, not to what writes the tensor."""
 
     graph: Graph
     strides: dict[Tensor, Strides]
     constants: frozenset[Tensor]
     root_of: RootOf
     fuel: int | None = None
+    pads_operands: bool = False
     group_of: dict[Node, Group] = field(default_factory=dict)
     refusals: dict[tuple[Node, Node], Refusal] = field(default_factory=dict)
     memo: dict[str, Refusal | int | None] = field(default_factory=dict)
@@ -90,10 +93,28 @@ class Partitioner:
 
     def run(self) -> Partition:
         for n in self.graph.nodes:
-            producers = [self.producer[t] for t in n.inputs if t in self.producer]
-            for p in sorted(dict.fromkeys(producers), key=lambda p: -_edge_bytes(p, n)):
+            if self.pads_operands and self._is_operand_padding(n):
+                continue  # its reader comes first
+            for p in self._producers(n):
                 self.try_merge(p, n)
+                if self.pads_operands and self._is_operand_padding(p):
+                    for before in self._producers(p):
+                        self.try_merge(before, p)
         return Partition(self._ordered(), self.refusals, self.merges)
+
+    def _producers(self, n: Node) -> list[Node]:
+        """Those of most bytes first."""
+        producers = [self.producer[t] for t in n.inputs if t in self.producer]
+        return sorted(dict.fromkeys(producers), key=lambda p: -_edge_bytes(p, n))
+
+    def _is_operand_padding(self, n: Node) -> bool:
+        """It puts zeros around a tensor, for one product to read."""
+        if len(n.results) != 1 or len(n.tensors) != 1 or n.results[0] in self.graph.output_tensors:
+            return False
+        body, users = n.tensors[0].body, self.users.get(n.results[0], ())
+        if not isinstance(body, Load) or body.pad != 0 or len(users) != 1:
+            return False
+        return self.group_of[users[0]].products == 1
 
     def try_merge(self, p: Node, n: Node) -> None:
         a, b = self.group_of[p], self.group_of[n]

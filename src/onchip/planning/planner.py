@@ -58,7 +58,9 @@ def plan(
     constants = frozenset(constant_tensors(graph)) | frozenset(graph.constants)
     device = device_of(captured, inputs)
     generator = generator_for(device, settings)
-    partitioner = Partitioner(graph, layouts, constants, generator.root_of, settings.fuel)
+    partitioner = Partitioner(
+        graph, layouts, constants, generator.root_of, settings.fuel, generator.pads_operands
+    )
     partition = partitioner.run()
     decider = Decider(captured, inputs, settings, partitioner, generator, device, progress)
     choices = decider.choices(partition.groups)

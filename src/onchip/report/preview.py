@@ -74,7 +74,9 @@ def preview(
     context = Context(layouts, constants, frozenset({*graph.inputs, *graph.constants, *results}))
     generator = generator_for_gpu(gpu)
     progress("partitioning", 0, 0)
-    partitioner = Partitioner(graph, layouts, constants, generator.root_of)
+    partitioner = Partitioner(
+        graph, layouts, constants, generator.root_of, pads_operands=generator.pads_operands
+    )
     groups = partitioner.run().groups
     regions = [partitioner.region(g.nodes) for g in groups]
     keys = [signature(r, layouts, constants) for r in regions]

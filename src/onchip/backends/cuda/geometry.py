@@ -321,11 +321,11 @@ class Geometry:
 
     @property
     def turns(self) -> bool:
-        """Teams multiply one after the other: a ring is so short that two of its rounds could be
-        taken for each other by a team that skips the tiles of others."""
-        others, c = self.config.teams - 1, self.config
-        skipped = others * self.chunks * len(self.phases)
-        return others > 0 and (c.x_stages <= skipped or 0 < c.w_stages <= others * self.steps)
+        """Teams wait for each other: the slots of a ring go from team to team, and a barrier, which
+        tells two rounds apart, can't tell a team that the round before the last has been."""
+        c = self.config
+        chunks = c.teams * self.chunks * len(self.phases)
+        return c.teams > 1 and bool(c.x_stages % chunks or c.w_stages % (c.teams * self.steps))
 
     @property
     def barriers(self) -> int:

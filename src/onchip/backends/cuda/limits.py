@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onchip.backends.cuda.geometry import GROUP, LINE_BYTES, MOST_BOX, Geometry
+from onchip.backends.cuda.geometry import GROUP, LINE_BYTES, MOST_BOX, Geometry, up
 from onchip.backends.cuda.packed import STEPS_OF_ROW, PackedGeometry
 from onchip.fusion.refusal import Refusal, Rule
 
 MOST_COLUMNS = 256  # of one instruction (PTX ISA, wgmma)
 MOST_CLUSTER = 16  # programs of a cluster
 MOST_THREADS = 1024
-OTHERS = 40  # registers of a thread beside its sums
+MOST_REGISTERS = 255  # of a thread
+OTHERS = 32  # registers of a thread beside its sums, at least
+PACKED_OTHERS = 40  # the same in the packed form, which folds neighbours' windows
 
 Checks = Sequence[tuple[object, str]]  # (wrong, why)
 
@@ -21,7 +23,8 @@ def refusal(g: Geometry, shared_bytes: int) -> Refusal | None:
     if isinstance(g, PackedGeometry):
         return _packed(g, shared_bytes)
     c, p = g.config, g.problem
-    registers = 65536 // g.threads // 8 * 8
+    # handed out four warps at a time
+    registers = min(65536 // up(g.threads, 128) // 8 * 8, MOST_REGISTERS)
     checks = [
         (g.columns > MOST_COLUMNS, f"{g.columns} columns of at most {MOST_COLUMNS}"),
         (c.patch[0] % GROUP > 0, f"a patch of {c.patch[0]} positions, not a multiple of 8"),
@@ -33,13 +36,19 @@ def refusal(g: Geometry, shared_bytes: int) -> Refusal | None:
         (g.tile_features > MOST_BOX, f"{g.tile_features} features a tile"),
         (min(g.cells) < 1, "a patch smaller than a window"),
         (
-            g.accumulators + OTHERS > min(registers, 255),
-            f"{g.accumulators} sums a thread of {min(registers, 255)} registers",
+            g.accumulators + OTHERS > registers,
+            f"{g.accumulators} sums a thread of {registers} registers",
         ),
         (g.threads > MOST_THREADS, f"{g.threads} threads of at most {MOST_THREADS}"),
         (
-            g.tile_reads and g.r_stages < c.teams,
+            # each team has slots of its own, so that it never takes one round for another; a slot
+            # that a result leaves is free when the one after it has been written
+            g.tile_reads and (g.r_stages % c.teams or g.r_stages < c.teams * (1 + g.in_place)),
             f"{g.r_stages} tiles of reads for {c.teams} teams",
+        ),
+        (
+            g.pieces > 1 and g.x_bytes // g.pieces % 128,
+            f"parts of {g.x_bytes // g.pieces} bytes of a chunk",
         ),
         (
             [c.k_split, c.x_shared, c.w_shared].count(1) < 2 or c.cluster > MOST_CLUSTER,
@@ -54,8 +63,8 @@ def refusal(g: Geometry, shared_bytes: int) -> Refusal | None:
             f"{g.partial_bytes} bytes of sums in the place of operands",
         ),
         (
-            not c.w_stages and p.batch > 1,
-            "weights of several batches can't stay",
+            not c.w_stages and (p.batch > 1 or c.k_split > 1),
+            "weights of several batches or parts can't stay",
         ),
     ]
     return _first(g, checks, shared_bytes)
@@ -66,7 +75,7 @@ def _packed(g: PackedGeometry, shared_bytes: int) -> Refusal | None:
     p, c = g.problem, g.config
     if min(g.cells) < 1:
         return _first(g, [(True, "a patch smaller than a window")], shared_bytes)
-    registers = 65536 // g.threads // 8 * 8
+    registers = min(65536 // g.threads // 8 * 8, MOST_REGISTERS)
     others = zip(p.lines[2:], c.patch[2:], strict=True)
     checks = [
         (p.batch > 1, "a packed input of several batches"),
@@ -89,8 +98,8 @@ def _packed(g: PackedGeometry, shared_bytes: int) -> Refusal | None:
             f"{len(g.pairs)} instructions a chunk",
         ),
         (
-            g.accumulators + OTHERS > min(registers, 255),
-            f"{g.accumulators} sums a thread of {min(registers, 255)} registers",
+            g.accumulators + PACKED_OTHERS > registers,
+            f"{g.accumulators} sums a thread of {registers} registers",
         ),
         (g.threads > MOST_THREADS, f"{g.threads} threads of at most {MOST_THREADS}"),
     ]

@@ -21,7 +21,6 @@ from onchip.backends.cuda.model import (
     MULTIPLIED,
     PER_CELL,
     PER_SUM,
-    REGISTERS,
     SHARED_BYTES,
     START,
     TILE,
@@ -31,6 +30,7 @@ from onchip.backends.cuda.problem import Config, Line, Problem
 from onchip.fusion.machine import Gpu
 from onchip.fusion.refusal import Refusal, Rule
 
+REGISTERS = 45  # of a thread beside its sums: no spills
 # Judgements:
 MOST_ROWS = 9  # of a patch
 AHEAD = 3  # tiles whose further slots are filled beyond those that a tile reads

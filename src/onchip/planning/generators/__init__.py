@@ -63,6 +63,11 @@ class Generator(Protocol):
         """What one kernel takes to compile, on one core."""
         ...
 
+    @property
+    def pads_operands(self) -> bool:
+        """See Partitioner."""
+        ...
+
     def root_of(
         self, region: Region, strides: dict[Tensor, Strides], constants: frozenset[Tensor]
     ) -> Tensor | Refusal | None:

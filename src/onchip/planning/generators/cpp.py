@@ -80,6 +80,7 @@ class CppGenerator:
     fewer_products: bool = True
 
     name = "cpp"
+    pads_operands = False
     timed = True
     seconds_per_kernel = 0.5
 

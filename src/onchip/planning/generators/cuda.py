@@ -64,6 +64,7 @@ class CudaGenerator:
     beside: TritonGenerator | None
 
     name = "cuda"
+    pads_operands = True  # the copy engine fills with zeros
     timed = True
 
     @property

@@ -93,6 +93,7 @@ class TritonGenerator:
     interpret: bool = False
 
     name = "triton"
+    pads_operands = False
     seconds_per_kernel = 1.5
 
     @property

@@ -256,10 +256,12 @@ struct Consumer {
         u32 add = 0;
         walk(
             t,
-            [&](int, int) {
+            [&](int c, int phase) {
                 barrier_wait(s.x_full + 8 * x.slot, x.parity);
                 x_now = x.slot;
                 x.next();
+                if constexpr (cfg::TURNS && !STREAM)
+                    if (c == cfg::CHUNKS - 1 && phase == cfg::PHASES - 1) pass_on();
             },
             [&](int c, int tap, bool first) {
                 const int slot = STREAM ? w.slot : c * cfg::TAPS + tap;
@@ -280,12 +282,15 @@ struct Consumer {
                     w.next();
                 }
             });
-        if constexpr (cfg::TURNS) release<1>(s.turn + 8 * (group / cfg::SPLIT));
+        if constexpr (cfg::TURNS && STREAM) pass_on();
         products_wait<0>();
         release<cfg::X_SHARED>(s.x_empty + 8 * x_before);
         if constexpr (STREAM) release<cfg::W_SHARED>(s.w_empty + 8 * w_before);
         weights_here = true;
     }
+
+    // All that this team waits for has come: the next team may wait.
+    __device__ __forceinline__ void pass_on() { release<1>(s.turn + 8 * (group / cfg::SPLIT)); }
 
     // The rings as they are after a tile of another team.
     __device__ __forceinline__ void pass() {
