@@ -20,7 +20,7 @@ from onchip.ir.expr import Axis, Expr, Tensor
 
 LINES = 4  # that the main loop counts; those that a problem lacks have one element
 INSTRUCTIONS = {"bf16": ("bf16", 16), "fp16": ("f16", 16), "tf32": ("tf32", 8)}
-MAP_KINDS = {"bf16": "bf16", "fp16": "fp16", "tf32": "fp32"}
+MAP_KINDS = {"bf16": "bf16", "fp16": "fp16", "tf32": "tf32"}
 KINDS = {DType.BF16: "bf16", DType.F16: "fp16", DType.F32: "fp32"}
 POINTED = {
     DType.F32: "float", DType.BF16: "u16", DType.F16: "u16", DType.F64: "double",

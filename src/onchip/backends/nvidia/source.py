@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class TensorMap:
     """A parameter: how the copy engine sees the kernel's n-th tensor (a CUtensorMap by value).
 
-    kind             element type: "bf16", "fp16" or "fp32"
+    kind             element type: "bf16", "fp16", "fp32" or "tf32" (float32, rounded to it)
     offset           elements from the tensor's address to the first one of the map
     sizes            innermost first, at most five; strides: bytes between two elements of each
                      dimension but the first, which lie side by side (multiples of 16)

@@ -13,7 +13,7 @@ _UNIT = 16  # bytes: of addresses, strides and rows of boxes
 _MOST_DIMENSIONS, _MOST_BOX, _MOST_EVERY = 5, 256, 8
 _MOST_SIZE, _MOST_STRIDE = 1 << 32, 1 << 40
 # cuda.h: CUtensorMapDataType and bytes of an element; CUtensorMapSwizzle by bytes of a row
-_KINDS = {"fp16": (6, 2), "fp32": (7, 4), "bf16": (9, 2)}
+_KINDS = {"fp16": (6, 2), "fp32": (7, 4), "bf16": (9, 2), "tf32": (11, 4)}
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 _NO_INTERLEAVE, _PROMOTE_256, _ZEROS = 0, 3, 0
 

@@ -760,7 +760,7 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
         }
         if constexpr (cfg::STAGED) group_barrier(1 + group, 128);  // all have read
     }
-    if ((threadIdx.x & 127) == 0) stores_wait();
+    if ((threadIdx.x & 127) == 0) stores_wait_read<0>();  // shared memory goes with the program
     if constexpr (cfg::K_SPLIT > 1) barrier_acquire(s.added, 0);  // nobody reads this program's memory
 }
 

@@ -182,12 +182,11 @@ DEVICE void store_box(const TensorMap* map, u32 from, const int (&c)[5]) {
 #undef STORE
 #undef STORE_END
 DEVICE void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until all but so many of the stores of this thread have read shared memory; until all are done.
+// Until all but so many of the stores of this thread have read shared memory.
 template <int LEFT>
 DEVICE void stores_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
 }
-DEVICE void stores_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // ---- products of a warpgroup -------------------------------------------------------------------
 
