@@ -137,7 +137,7 @@ def device_main(names, timing):
     cu = ctypes.CDLL("libcuda.so.1")
     torch.cuda.init(); torch.zeros(1, device="cuda")
     TD = {DType.BF16: torch.bfloat16, DType.F16: torch.float16, DType.F32: torch.float32}
-    MK = {"bf16": 9, "fp16": 6, "fp32": 7}; SW = {0: 0, 32: 1, 64: 2, 128: 3}
+    MK = {"bf16": 9, "fp16": 6, "fp32": 7, "tf32": 11}; SW = {0: 0, 32: 1, 64: 2, 128: 3}
     def chk(code, what):
         if code: raise RuntimeError(f"{what}: {code}")
     def encode(m, addr, esize):

@@ -168,8 +168,7 @@ DEVICE void store_box(const TensorMap* m, u32 from, const int (&c)[5]) {
     });
 }
 DEVICE void stores_commit() {}
-template <int LEFT = 0> DEVICE void stores_wait_read() {}
-DEVICE void stores_wait() {}
+template <int LEFT> DEVICE void stores_wait_read() {}
 
 struct Copy {
     u32 to, bytes;
@@ -276,6 +275,7 @@ DEVICE float bf16_float(u32 x) { return onchip::from_bf16(x); }
 DEVICE float fp16_float(u32 x) { return onchip::from_fp16(x); }
 DEVICE u32 pack_bf16(float low, float high) { return onchip::to_bf16(low) | (u32)onchip::to_bf16(high) << 16; }
 DEVICE u32 pack_fp16(float low, float high) { return onchip::to_fp16(low) | (u32)onchip::to_fp16(high) << 16; }
+DEVICE u32 rounded_tf32(u32 x) { return (x & 0x7F800000) == 0x7F800000 ? x : (x + 0x1000) & ~0x1FFFu; }
 DEVICE float larger(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }
 DEVICE float smaller(float a, float b) { return a != a ? a : b != b ? b : a < b ? a : b; }
 

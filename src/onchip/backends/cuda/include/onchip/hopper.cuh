@@ -318,6 +318,12 @@ DEVICE u32 pack_fp16(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
+// The nearest float32 that the matrix unit reads whole as TF32; it cuts others off.
+DEVICE u32 rounded_tf32(u32 x) {
+    u32 r;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(__uint_as_float(x)));
+    return r;
+}
 DEVICE float larger(float a, float b) {
     float r;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));

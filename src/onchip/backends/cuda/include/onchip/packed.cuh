@@ -135,6 +135,7 @@ DEVICE void read_run(u32 (&word)[4 * N], u32 at, int left) {
         const int here = left - i * 4 / SIZE;
         if (here <= 0) word[i] = 0;
         else if (SIZE == 2 && here == 1) word[i] &= 0xFFFF;
+        else if (SIZE == 4) word[i] = rounded_tf32(word[i]);
     }
 }
 
@@ -358,7 +359,7 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
             group_barrier(1 + group, 128);  // all have read
         }
     }
-    if (thread == 0) stores_wait();
+    if (thread == 0) stores_wait_read<0>();  // shared memory goes with the program
 }
 
 template <class T>
