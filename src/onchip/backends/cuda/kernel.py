@@ -9,6 +9,7 @@ from onchip.backends.cuda.epilogue import epilogue_text
 from onchip.backends.cuda.form_axes import address, affine
 from onchip.backends.cuda.geometry import BLOCK, GROUP, Geometry
 from onchip.backends.cuda.limits import refusal
+from onchip.backends.cuda.packed import PackedGeometry, geometry
 from onchip.backends.cuda.problem import Config, Line, Problem
 from onchip.backends.cuda.registers import HELPING, available, handed_on, part_groups
 from onchip.backends.cuda.source import CudaSource, Pointer, Strides, TensorMap
@@ -20,11 +21,8 @@ from onchip.ir.expr import Axis, Expr, Tensor
 
 LINES = 4  # that the main loop counts; those that a problem lacks have one element
 INSTRUCTIONS = {
-    "bf16": ("bf16", 16),
-    "fp16": ("f16", 16),
-    "tf32": ("tf32", 8),
-    "tf32x3": ("tf32", 8),
-}
+    "bf16": ("bf16", 16), "fp16": ("f16", 16), "tf32": ("tf32", 8), "tf32x3": ("tf32", 8),
+}  # fmt: skip
 MAP_KINDS = {"bf16": "bf16", "fp16": "fp16", "tf32": "tf32", "tf32x3": "fp32"}
 KINDS = {DType.BF16: "bf16", DType.F16: "fp16", DType.F32: "fp32"}
 POINTED = {
@@ -46,7 +44,7 @@ def emit(
 ) -> CudaSource | Refusal:
     """The kernel of a problem by one choice. strides: elements, of every tensor; late: inputs that
     are derived at load."""
-    g = Geometry(problem, config)
+    g = geometry(problem, config)
     if gpu.capability != HOPPER:
         text = f"sm_{gpu.capability}: there is a main loop for sm_{HOPPER} only"
         return Refusal(Rule.CONTRACTION_FORM, problem.results[0].tensor.name, text)
@@ -71,7 +69,9 @@ class _Emitter:
     ) -> None:
         self.g, self.p, self.c = g, g.problem, g.config
         self.gpu, self.strides, self.name, self.comment = gpu, strides, name, comment
-        self.w = packed_weights(self.p, g.chunk) if self.p.w_constant else self.p.w
+        self.rows = g if isinstance(g, PackedGeometry) else None
+        packed = self.rows.weights if self.rows else lambda: packed_weights(self.p, g.chunk)
+        self.w = packed() if self.p.w_constant else self.p.w
         # the weights' tensor among the inputs is the one that the kernel reads
         read = dict.fromkeys([self.p.x, *(r.tensor for r in self.p.reads), self.w])
         derived = late | ({self.w} if self.p.w_constant else set())
@@ -88,7 +88,7 @@ class _Emitter:
         p, g = self.p, self.g
         self.epilogue = epilogue_text(p, self.pointer, self.strides, not g.staged)
         self.reads = g.tile_reads
-        maps = [self._x_map(), self._w_map()]
+        maps = [*([] if self.rows else [self._x_map()]), self._w_map()]
         tiled = [r for r in p.results if r.tile]
         maps += [self._tile_map(r.tensor, r.index, r.pooled) for r in tiled]
         maps += [self._tile_map(r.tensor, r.index, p.pools) for r in self.reads]
@@ -105,7 +105,7 @@ class _Emitter:
                 self.epilogue.text,
                 self._dispatch(),
                 self._product(),
-                "#include <onchip/engine.cuh>",
+                *self._engine(),
                 self._function(len(tiled)),
             ]
         )
@@ -128,6 +128,9 @@ class _Emitter:
         cluster = self.c.cluster
         if self.c.k_split > 1:
             return self.g.work * cluster
+        if self.rows:
+            share = max(self.gpu.multiprocessors // self.g.feature_tiles, 1)
+            return min(share, self.g.position_tiles) * self.g.feature_tiles
         most = self.gpu.multiprocessors // cluster
         if not self.c.w_stages:
             features = ceil(self.g.feature_tiles / self.c.x_shared)
@@ -158,9 +161,8 @@ class _Emitter:
             "PIECES": g.pieces, "PIECE": g.piece, "OUTERMOST": g.outermost,
             "W_BYTES": g.w_bytes, "W_STAGES": c.w_stages, "W_PACKED": int(p.w_constant),
             "W_RANK": 2 if p.w_constant or p.batch == 1 else 3,
-            "W_INNER": int(p.w_features_inner), "W_COPIES": g.w_copies,
-            "W_ROW": g.w_row, "W_K_STEP": g.w_k_step,
-            "SPLITS": int(p.splits), "PART_GROUPS": part_groups(g),
+            "W_INNER": int(p.w_features_inner), "W_COPIES": g.w_copies, "W_ROW": g.w_row,
+            "W_K_STEP": g.w_k_step, "SPLITS": int(p.splits), "PART_GROUPS": part_groups(g),
             "HELPING": HELPING, "REGISTERS": available(g) * handed_on(g),
             "FEATURES": p.features, "FEATURE_TILES": g.feature_tiles, "FEATURE_GROUP": near,
             "BATCH": p.batch, "POSITION_TILES": g.position_tiles, "WORK": g.work,
@@ -175,6 +177,8 @@ class _Emitter:
         folds = {"max": "'M'", "min": "'m'", "sum": "'s'", "": "0"}
         half = any(r.tensor.dtype is DType.F16 for r in (*p.results, *p.reads))
         lines = [*p.lines, *[Line(1, 1, 1, cells=1)] * (LINES - len(p.lines))]
+        # windows that overlap are disjoint once neighbours have handed on theirs
+        carried = self.rows is not None and self.rows.carried
         arrays = {
             "STRIP_ROW": g.strips,
             "PHASE_BEGIN": begins,
@@ -183,8 +187,8 @@ class _Emitter:
             "TILES": _padded(g.tiles),
             "STRIDE": [x.stride for x in lines],
             "HOP": [x.hop for x in lines],
-            "LEAD": [x.lead for x in lines],
-            "WINDOW": [x.window for x in lines],
+            "LEAD": [0 if carried else x.lead for x in lines],
+            "WINDOW": [x.hop if carried else x.window for x in lines],
             "POSITIONS": [x.positions for x in lines],
             "ALL_CELLS": [x.cells if p.pools else x.positions for x in lines],
             "RESULT_SIZE": [r.tensor.dtype.size for r in p.results],
@@ -203,6 +207,16 @@ class _Emitter:
         for k, n in (("TAP_ROWS", 0), ("TAP_NUMBER", 1)):
             out.append(f"__device__ constexpr int {k}[] = {_list([t[n] for t in taps])};")
         return "namespace cfg {\n" + "\n".join(out) + "\n}"
+
+    def _engine(self) -> tuple[str, ...]:
+        """The main loop, with the sizes that it alone has."""
+        if self.rows is None:
+            return ("#include <onchip/engine.cuh>",)
+        sizes = [f"constexpr int {k} = {v};" for k, v in self.rows.constants.items()]
+        arrays = self.rows.tables.items()
+        sizes += [f"__device__ constexpr int {k}[] = {_list(v)};" for k, v in arrays]
+        text = "namespace packed_cfg {\n" + "\n".join(sizes) + "\n}"
+        return text, "#include <onchip/packed.cuh>"
 
     def _arguments(self) -> str:
         fields = []
@@ -268,8 +282,7 @@ class _Emitter:
         regs = ", ".join(f"%{i}" for i in range(half))
         outs = ", ".join(f'"+f"(d[{i}])' for i in range(half))
         order = "" if p.size == 4 else f", {int(p.w_features_inner)}, 0"
-        words = 4 if p.splits else 1
-        takes = "const u32 (&a)[4]" if p.splits else "u64 a"
+        takes, words = ("const u32 (&a)[4]", 4) if p.splits else ("u64 a", 1)
         a = ", ".join(f"%{half + i}" for i in range(words))
         given = ", ".join(f'"r"(a[{i}])' for i in range(words)) if p.splits else '"l"(a)'
         return (
@@ -283,7 +296,7 @@ class _Emitter:
         )
 
     def _function(self, results: int) -> str:
-        maps = ["x", "w", *(f"result{n}" for n in range(results))]
+        maps = [*([] if self.rows else ["x"]), "w", *(f"result{n}" for n in range(results))]
         maps += [f"read{n}" for n in range(len(self.reads))]
         taken = [f"const __grid_constant__ TensorMap {m}_map" for m in maps]
         fields = []
@@ -298,6 +311,10 @@ class _Emitter:
             places.append(f"&result{at}_map" if r.tile else "nullptr")
             at += r.tile
         reads = [f"&read{n}_map" for n in range(len(self.reads))] or ["nullptr"]
+        own = f"    const TensorMap* const reads[] = {{{', '.join(reads)}}};\n"
+        call = own + "    engine::run(a, &x_map, &w_map, results, reads);"
+        if self.rows:
+            call = f"    packed::run(a, a.{self.pointer(self.p.x)}, &w_map, results);"
         head = ",\n    ".join(taken)
         return "\n".join(
             [
@@ -305,8 +322,7 @@ class _Emitter:
                 f"    {head}) {{",
                 f"    const Args a = {{{', '.join(fields)}}};",
                 f"    const TensorMap* const results[] = {{{', '.join(places)}}};",
-                f"    const TensorMap* const reads[] = {{{', '.join(reads)}}};",
-                "    engine::run(a, &x_map, &w_map, results, reads);",
+                call,
                 "}",
             ]
         )
@@ -330,7 +346,7 @@ class _Emitter:
     def _w_map(self) -> TensorMap:
         p, g = self.p, self.g
         if p.w_constant:
-            rows = p.batch * p.taps * g.chunks * p.features
+            rows = (self.rows.w_tiles if self.rows else p.batch * p.taps * g.chunks) * p.features
             sizes, steps = (g.chunk, rows), (g.chunk,)
         else:
             sizes, steps = (p.channels, p.features), (p.w_step,)
