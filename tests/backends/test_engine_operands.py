@@ -13,7 +13,7 @@ import torch
 from tests.backends.cuda_problems import case_of
 from tests.backends.engine_compile import compiled
 from tests.backends.engine_problems import Shape, Values, contraction, expected, values_of
-from tests.backends.engine_simulator import Box, Shared, Simulator, Tile, fetched, permuted
+from tests.backends.engine_simulator import Box, Shared, Simulator, fetched, permuted
 from torch import nn
 
 from onchip.backends.cuda.geometry import BLOCK, STEP_BYTES, Geometry
@@ -41,18 +41,19 @@ class FeaturesInner(Simulator):
     the canonical layout of features innermost (PTX ISA, matrix descriptor: MN-major, 128 bytes
     permuted): 8 channels are 8 rows, groups of 8 channels lie the descriptor's stride apart."""
 
-    def fetch_weights(self, shared: Shared, t: Tile, c: int, tap: int, slot: int) -> None:
+    def fetch_weights(self, shared: Shared, n: int, rank: int, c: int, tap: int, slot: int) -> None:
         g, p, programs = self.g, self.p, self.c.w_shared
         memory = self.v.w[:, :, 0].transpose(0, 2, 1).ravel()
         nbytes, share = 0, g.chunk // programs
         assert share % 8 == 0, "a part would begin within what is permuted"
-        for n in range(g.w_copies):
+        for block in range(g.w_copies):
             for part in range(programs):
-                features = t.feature + n * BLOCK + np.arange(BLOCK)
+                t = self.tile(n, part if programs > 1 else rank)
+                features = t.feature + block * BLOCK + np.arange(BLOCK)
                 channels = c * g.chunk + part * share + np.arange(share)
                 box = Box((features, channels), (p.features, p.channels))
                 values = fetched(memory, box, (1, p.w_step), t.batch * p.w_batch)
-                to = self.w_start + slot * g.w_bytes + (n * programs + part) * share * g.w_row
+                to = self.w_start + slot * g.w_bytes + (block * programs + part) * share * g.w_row
                 at = to + np.arange(share)[:, None] * g.w_row + np.arange(BLOCK) * p.size
                 shared.write(permuted(at, g.w_row), values)
                 nbytes += values.size * p.size
@@ -79,7 +80,7 @@ INNER = {
     ),
     "quarter rows": (Shape(0, 40, (24,), 64, (1,)), Config((24,), 0, row_bytes=32)),
     "parts of four programs": (
-        Shape(0, 130, (16,), 128, (1,)), Config((16,), 0, split=2, w_shared=4)
+        Shape(0, 136, (16,), 128, (1,)), Config((16,), 0, split=2, w_shared=4)
     ),
 }  # fmt: skip
 
@@ -90,8 +91,7 @@ def test_features_innermost(name: str) -> None:
     p, values = inner(shape)
     config = replace(config, x_stages=2, w_stages=2)
     assert refusal(Geometry(p, config), GPUS["h200"].shared_bytes) is None
-    # parts of programs are played in one: each fetches its own, all multiply all
-    simulated = FeaturesInner(p, config, 3, values)
+    simulated = FeaturesInner(p, config, 8, values)
     simulated.run()
     np.testing.assert_array_equal(simulated.stored, 1)
     np.testing.assert_array_equal(simulated.results, expected(p, values))
@@ -147,10 +147,9 @@ class Linear(nn.Module):
 
 
 LINEAR = {
-    "two warpgroups": Config((128,), 0, split=2, x_stages=3, w_stages=3, r_stages=2),
-    "three parts of columns": Config((192,), 0, split=2, x_stages=2, w_stages=2, r_stages=2),
+    "two warpgroups": Config((128,), 0, split=2, x_stages=2, w_stages=2, r_stages=2),
     "two blocks": Config((48,), 0, blocks=2, split=2, x_stages=2, w_stages=2, r_stages=2),
-    "three teams": Config((32,), 0, teams=3, x_stages=3, w_stages=4, r_stages=3),
+    "three teams": Config((32,), 0, teams=3, x_stages=3, w_stages=4, r_stages=6),
     "one warpgroup": Config((64,), 0, x_stages=3, w_stages=4, r_stages=2),
     "input shared": Config((64,), 0, split=2, x_stages=3, w_stages=3, r_stages=2, x_shared=2),
     "weights shared": Config((64,), 0, split=2, x_stages=3, w_stages=3, r_stages=2, w_shared=2),
@@ -170,6 +169,7 @@ def test_split_linear(name: str) -> None:
 @pytest.mark.parametrize("c", [
     Config((8, 14, 1), 1, split=2, x_stages=2, w_stages=5),
     Config((16, 8, 1), 1, split=2, x_stages=2, w_stages=5),
+    Config((8, 24, 1), 1, split=2, x_stages=2, w_stages=2),
     Config((16, 2, 1), 0, row_bytes=64, x_stages=2, w_stages=2),
 ], ids=lambda c: c.label)  # fmt: skip
 def test_split_convolution(c: Config) -> None:
