@@ -1,4 +1,4 @@
-"""A kernel of the packed form on threads of this machine: its own text, with the PTX functions of
+"""A kernel on threads of this machine: its own text, with the PTX functions of
 host_cuda/onchip/hopper.cuh. Matrix products read shared memory by their descriptors."""
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ def run(source: CudaSource, x: int, memory: Sequence[torch.Tensor], folder: Path
     found = re.search(r"DEVICE void product\(float \(&d\)\[(\d+)\].*?\n\}", source.text, re.S)
     assert found, "a kernel multiplies"
     kind = KINDS[re.findall(r"\.f32\.(\w+)\.", found[0])[0]]
-    here = (
-        f"DEVICE void product(float (&d)[{found[1]}], u64 a, u64 b, u32 add) "
-        f"{{ multiply_here<'{kind}', {found[1]}>(d, a, b, add); }}"
-    )
+    inner = str("1, 1, 1, 0;" in found[0]).lower()
+    takes, call = "u64 a", f"multiply_here<'{kind}', {found[1]}, {inner}>(d, a, b, add);"
+    if "const u32 (&a)[4]" in found[0]:
+        takes, call = "const u32 (&a)[4]", f"multiply_held<{found[1]}>(d, a, b, add);"
+    here = f"DEVICE void product(float (&d)[{found[1]}], {takes}, u64 b, u32 add) {{ {call} }}"
     names, head, args = [], [], []
     for n, t in enumerate(memory):
         names.append(folder / f"{n}.bin")

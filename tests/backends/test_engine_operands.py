@@ -6,11 +6,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from tests.backends.cuda_problems import case_of
+from tests.backends.cuda_threads import run
 from tests.backends.engine_compile import compiled
 from tests.backends.engine_problems import Shape, Values, contraction, expected, values_of
 from tests.backends.engine_simulator import Box, Shared, Simulator, fetched, permuted
@@ -190,6 +192,48 @@ def test_features_innermost_compile(name: str) -> None:
     source = source_of(p, c, {t: contiguous(t.shape) for t in tensors})
     assert "p, 1, 1, 1, 0;" in source.text  # A is transposed, B is not (PTX ISA, wgmma)
     checked(source, launched(Geometry(p, c)))
+
+
+# ---- on threads of this machine ----------------------------------------------------------------
+
+FEW = replace(GPUS["h200"], multiprocessors=2)
+SPLIT = {
+    "two warpgroups": (Shape(0, 72, (40,), 136, (1,)), Config((32,), 0, split=2)),
+    "two teams": (Shape(0, 64, (72,), 64, (1,)), Config((16,), 0, teams=2)),
+    "three warpgroups": (Shape(0, 40, (24,), 192, (1,)), Config((24,), 0, split=3)),
+    "two blocks": (Shape(0, 40, (16,), 128, (1,)), Config((16,), 0, blocks=2)),
+}  # fmt: skip
+
+
+def ran(p: Problem, c: Config, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """The results of a product's kernel, and in float64."""
+    torch.manual_seed(0)
+    dtype = {2: torch.bfloat16, 4: torch.float32}[p.size]
+    x = torch.randn(p.lines[0].size, p.channels).to(dtype)
+    w = torch.randn(p.channels, p.features).to(dtype)
+    y = torch.full((p.lines[0].positions, p.features), torch.nan, dtype=dtype)
+    tensors = (p.x, p.w, p.results[0].tensor)
+    source = emit(p, c, FEW, {t: contiguous(t.shape) for t in tensors})
+    assert isinstance(source, CudaSource), source
+    held = {p.x: x, p.w: w if p.w_features_inner else w.t().contiguous(), tensors[2]: y}
+    run(source, 0, [held[t] for t in (*source.inputs, *source.outputs)], folder)
+    return y, x.double() @ w.double()
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_split_products(name: str, tmp_path: Path) -> None:
+    shape, config = SPLIT[name]
+    p = contraction(replace(shape, kind="tf32", constant=False))
+    c = replace(config, x_stages=3, w_stages=3)
+    y, exact = ran(replace(p, kind="tf32x3"), c, tmp_path)
+    assert (y - exact).norm() / exact.norm() < 3e-7  # of one TF32 product: 3e-4
+
+
+def test_features_innermost_products(tmp_path: Path) -> None:
+    p, _ = inner(Shape(0, 72, (40,), 136, (1,)))
+    c = Config((32,), 0, split=2, x_stages=3, w_stages=3)
+    y, exact = ran(p, c, tmp_path)
+    torch.testing.assert_close(y, exact.to(y.dtype), rtol=2**-7, atol=1e-3)
 
 
 # ---- registers ---------------------------------------------------------------------------------

@@ -212,29 +212,53 @@ DEVICE u64 plain_operand(u32 at, u32 apart) {
     if (at % 16 || apart % 16 || apart >> 18) stop("an operand at", at);
     return (u64)(at >> 4) | (u64)(apart >> 4) << 16 | (u64)(128 >> 4) << 32;
 }
-// One element of an operand, by its descriptor (PTX ISA, "Matrix Descriptor", K-major layouts).
-template <char KIND>
+// One element of an operand, by its descriptor (PTX ISA, "Matrix Descriptor"; INNER: its MN-major
+// layout with rows of 128 bytes, else K-major).
+template <char KIND, bool INNER = false>
 static float element(u64 descriptor, int row, int k) {
     constexpr int SIZE = KIND == 't' ? 4 : 2;
     const u32 base = (descriptor & 0x3FFF) << 4, leading = (descriptor >> 16 & 0x3FFF) << 4;
     const u32 group = base + row / 8 * ((u32)(descriptor >> 32 & 0x3FFF) << 4), byte = k * SIZE;
-    const u32 at = descriptor >> 62 ? permuted(group + row % 8 * 128 + byte)
+    const u32 inner = base + k / 8 * ((u32)(descriptor >> 32 & 0x3FFF) << 4) + k % 8 * 128 + row * SIZE;
+    const u32 at = INNER ? permuted(inner)
+                   : descriptor >> 62 ? permuted(group + row % 8 * 128 + byte)
                                     : group + row % 8 * 16 + byte / 16 * leading + byte % 16;
     if constexpr (KIND == 't') return shared<float>(at);
     else return KIND == 'b' ? onchip::from_bf16(shared<u16>(at)) : onchip::from_fp16(shared<u16>(at));
 }
 // This thread's sums of 64 rows by 2 * HALF columns, 32 bytes deep.
-template <char KIND, int HALF>
+template <char KIND, int HALF, bool INNER>
 static void multiply_here(float (&d)[HALF], u64 a, u64 b, u32 add) {
     constexpr int DEEP = KIND == 't' ? 8 : 16;
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     for (int i = 0; i < HALF; i++) {
         const int row = 16 * warp + 8 * (i / 2 % 2) + lane / 4, column = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
         float sum = add ? d[i] : 0.f;
-        for (int k = 0; k < DEEP; k++) sum += element<KIND>(a, row, k) * element<KIND>(b, column, k);
+        for (int k = 0; k < DEEP; k++) sum += element<KIND, INNER>(a, row, k) * element<KIND>(b, column, k);
         d[i] = sum;
     }
 }
+// The same, 64 rows from registers (PTX ISA, wgmma, fragments of .m64k8): of TF32, so that the low
+// 13 bits of words are nothing.
+static float truncated(u32 word) { return __uint_as_float(word & 0xFFFFE000u); }
+template <int HALF>
+static void multiply_held(float (&d)[HALF], const u32 (&a)[4], u64 b, u32 add) {
+    const int lane = threadIdx.x % 32;
+    float rows[2][8];
+    for (int q = 0; q < 4; q++)
+        for (int i = 0; i < 4; i++) rows[i % 2][q + 4 * (i / 2)] = truncated(__shfl_sync(~0u, a[i], lane / 4 * 4 + q));
+    for (int i = 0; i < HALF; i++) {
+        const int column = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+        float sum = add ? d[i] : 0.f;
+        for (int k = 0; k < 8; k++)
+            sum += rows[i / 2 % 2][k] * truncated(__float_as_uint(element<'t'>(b, column, k)));
+        d[i] = sum;
+    }
+}
+DEVICE void here(float&) {}
+DEVICE void here(u32&) {}
+template <int COUNT> DEVICE void more_registers() {}
+template <int COUNT> DEVICE void fewer_registers() {}
 
 // ---- tiles in shared memory --------------------------------------------------------------------
 

@@ -233,7 +233,7 @@ DEVICE void fetch_reads(const Shared& s, const TensorMap* const* maps) {
 
 // What of a float32 the matrix unit leaves away: it reads 11 bits of a word's significand.
 DEVICE u32 low_part(u32 word) {
-    return rounded_tf32(__uint_as_float(word) - __uint_as_float(word & 0xFFFFE000u));
+    return rounded_tf32(__float_as_uint(__uint_as_float(word) - __uint_as_float(word & 0xFFFFE000u)));
 }
 
 // The low parts of each chunk of input, by two warps: thread counts their 64.
@@ -253,8 +253,8 @@ DEVICE void split_input(const Shared& s, int thread) {
                         if (at + i * STRIDE < cfg::X_BYTES) v[i] = load_part(from + at + i * STRIDE);
                     UNROLL for (int i = 0; i < EACH; i++)
                         if (at + i * STRIDE < cfg::X_BYTES)
-                            store_part(from + X_LOW + at + i * STRIDE, low_part(v[i].x), low_part(v[i].y),
-                                       low_part(v[i].z), low_part(v[i].w));
+                            store_part(from + X_LOW + at + i * STRIDE,
+                                       make_uint4(low_part(v[i].x), low_part(v[i].y), low_part(v[i].z), low_part(v[i].w)));
                 }
                 publish();
                 __syncwarp();
@@ -291,7 +291,7 @@ struct Weights {
             UNROLL for (int k = 0; k < cfg::K_STEPS; k++)
                 UNROLL for (int i = 0; i < 4; i++) {
                     const u32 word = load_word((own ^ (32 * k + 16 * (i >> 1))) + (m * BLOCK + 8 * (i & 1)) * cfg::ROW);
-                    high[m][k][i] = rounded_tf32(__uint_as_float(word));
+                    high[m][k][i] = rounded_tf32(word);
                     low[m][k][i] = __float_as_uint(__uint_as_float(word) - __uint_as_float(high[m][k][i]));
                     here(high[m][k][i]), here(low[m][k][i]);  // not between products
                 }

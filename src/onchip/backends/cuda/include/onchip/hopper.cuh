@@ -253,10 +253,6 @@ DEVICE void load_matrices(u32 at, u32& a, u32& b) {
 DEVICE void store_word(u32 at, u32 v) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
 }
-DEVICE void store_part(u32 at, u32 a, u32 b, u32 c, u32 d) {
-    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d)
-                 : "memory");
-}
 DEVICE u32 load_word(u32 at) {
     u32 v;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
@@ -322,12 +318,6 @@ DEVICE float bf16_float(u32 x) { return __uint_as_float(x << 16); }
 DEVICE float fp16_float(u32 x) {
     float r;
     asm("{\n.reg .b16 h;\ncvt.u16.u32 h, %1;\ncvt.f32.f16 %0, h;\n}" : "=f"(r) : "r"(x));
-    return r;
-}
-// The nearest of 11 bits of significand, as a float32.
-DEVICE u32 rounded_tf32(float x) {
-    u32 r;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
     return r;
 }
 // Two halves in a word, the first one low.
