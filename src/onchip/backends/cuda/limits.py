@@ -75,7 +75,7 @@ def _packed(g: PackedGeometry, shared_bytes: int) -> Refusal | None:
     p, c = g.problem, g.config
     if min(g.cells) < 1:
         return _first(g, [(True, "a patch smaller than a window")], shared_bytes)
-    registers = min(65536 // g.threads // 8 * 8, MOST_REGISTERS)
+    registers = min(65536 // up(g.threads, 32) // 8 * 8, MOST_REGISTERS)
     others = zip(p.lines[2:], c.patch[2:], strict=True)
     checks = [
         (p.batch > 1, "a packed input of several batches"),
