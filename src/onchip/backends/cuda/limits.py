@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onchip.backends.cuda.geometry import GROUP, LINE_BYTES, MOST_BOX, Geometry
+from onchip.backends.cuda.geometry import GROUP, LINE_BYTES, MOST_BOX, Geometry, up
 from onchip.backends.cuda.packed import STEPS_OF_ROW, PackedGeometry
 from onchip.backends.cuda.registers import NAMED, REGISTERS, available, held
 from onchip.fusion.refusal import Refusal, Rule
@@ -81,7 +81,7 @@ def _packed(g: PackedGeometry, shared_bytes: int) -> Refusal | None:
     p, c = g.problem, g.config
     if min(g.cells) < 1:
         return _first(g, [(True, "a patch smaller than a window")], shared_bytes)
-    registers = min(REGISTERS // g.threads // 8 * 8, NAMED)
+    registers = min(REGISTERS // up(g.threads, 32) // 8 * 8, NAMED)
     others = zip(p.lines[2:], c.patch[2:], strict=True)
     checks = [
         (p.batch > 1, "a packed input of several batches"),

@@ -29,9 +29,10 @@ from onchip.ir.expr import Tensor
 PART_BYTES = 16
 STEPS_OF_ROW = 4  # instructions that a row of 128 bytes of weights feeds
 MOST_PARTS = 8  # of a run in a slot
-LOADER_WARPS = 4  # lay out input
+LOADER_WARPS = 4  # lay out input; more would leave those that multiply too few registers
 RAW_STAGES = {2: 6, 4: 4}  # slots' rows on their way from memory, by the size of an element
-PER_ITEM = 4  # parts, at most, that a thread lays out at a time
+PER_ITEM = 4  # parts, at most, of an item that a thread lays out
+AT_ONCE = 2  # items
 
 # Two parts that an instruction multiplies: (row of the filter, part) each; None: zeros.
 Place = tuple[int, int]
@@ -67,6 +68,13 @@ class PackedGeometry(Geometry):
     def run(self) -> int:
         """Elements that one row of the filter reads for a position."""
         return self.line.taps * self.problem.channels
+
+    @cached_property
+    def lead(self) -> int:
+        """Elements laid out before a run, as zeros, so that it starts with a whole word."""
+        odd = self.problem.size == 2 and self.origin % 2 == 1 and self.step_bytes % 4 == 0
+        room = self.run % self.part > 0 and self.copy_bytes >= 4
+        return int(odd and room)
 
     @property
     def run_parts(self) -> int:
@@ -120,16 +128,16 @@ class PackedGeometry(Geometry):
                         found.append(None)
                         continue
                     row, j = place
-                    at = (chunk * self.parts + j) * self.part + e
+                    at = (chunk * self.parts + j) * self.part + e - self.lead
                     tap, channel = divmod(at, self.problem.channels)
-                    inside = at < self.run
+                    inside = 0 <= at < self.run
                     found.append((row * self.line.taps + tap, channel) if inside else None)
         return (*found, *[None] * (self.w_tiles * self.chunk - len(found)))
 
     def weights(self) -> Tensor:
         """The problem's constant weights in this order: [rows of 128 bytes, features, elements]."""
         shared = self.down.taps // 2 if self.across_rows else 0
-        order = Order(self.part, self.parts, self.run, shared, self.run_chunks > 1)
+        order = Order(self.part, self.parts, self.lead, self.run, shared, self.run_chunks > 1)
         return weights(self.problem, order, self.w_tiles, self.chunk)
 
     # ---- rows ----------------------------------------------------------------------------------
@@ -206,8 +214,8 @@ class PackedGeometry(Geometry):
 
     @property
     def raw_before(self) -> int:
-        """Elements of a raw row before the first position's run."""
-        return self.origin % (self.copy_bytes // self.problem.size)
+        """Elements of a raw row before the first position's run, its lead included in the run."""
+        return (self.origin - self.lead) % (self.copy_bytes // self.problem.size)
 
     @property
     def step_bytes(self) -> int:
@@ -218,7 +226,23 @@ class PackedGeometry(Geometry):
     def raw_row(self) -> int:
         """Bytes of a row of input: what a patch's runs cover, and what is read past the last."""
         runs = (self.config.patch[0] - 1) * self.step_bytes + self.run_parts * PART_BYTES
-        return up(self.raw_before * self.problem.size + runs + 4, 16)
+        read = self.raw_before * self.problem.size + runs + 4
+        if self.whole_rows:
+            read = max(
+                read, self.line.size * self.problem.channels * self.problem.size - self.start
+            )
+        return up(read, 16)
+
+    @property
+    def start(self) -> int:
+        """Bytes from a row's first element to a raw row's."""
+        return (self.origin - self.lead - self.raw_before) * self.problem.size
+
+    @property
+    def whole_rows(self) -> bool:
+        """The copy engine brings rows: tiles are as wide as the input, which begins and ends with
+        whole parts."""
+        return self.tiles[0] == 1 and self.copy_bytes == PART_BYTES and self.start <= 0
 
     @property
     def raw_stages(self) -> int:
@@ -284,7 +308,7 @@ class PackedGeometry(Geometry):
     @property
     def barriers(self) -> int:
         groups = self.config.teams * self.config.split
-        return self.w_tiles + 2 * self.config.x_stages + 2 * groups
+        return self.w_tiles + 2 * self.config.x_stages + self.raw_stages + 2 * groups
 
     @property
     def shared_bytes(self) -> int:
@@ -306,7 +330,8 @@ class PackedGeometry(Geometry):
         """Sizes of include/packed.cuh."""
         d = self.down
         return {
-            "SIZE": self.problem.size, "RUN": self.run, "RUN_CHUNKS": self.run_chunks,
+            "SIZE": self.problem.size, "LEAD": self.lead, "RUN": self.run,
+            "RUN_CHUNKS": self.run_chunks,
             "PARTS": self.parts, "PART_STEP": self.part_step, "ROW_STEP": self.row_step,
             "SLOT": self.x_slot, "ADVANCE": self.advance, "SLOT_ROWS": self.slot_rows,
             "UNITS": self.units, "DOWN_STRIDE": d.stride, "PAIRS": len(self.pairs),
@@ -314,9 +339,10 @@ class PackedGeometry(Geometry):
             "ZERO_BYTES": up(self.zero_bytes, 128), "RAW_STAGES": self.raw_stages,
             "RAW_ROW": self.raw_row, "RAW_BEFORE": self.raw_before,
             "RAW_ALIGNED": self.raw_aligned, "COPY": self.copy_bytes, "PER_ITEM": self.per_item,
+            "AT_ONCE": AT_ONCE, "WHOLE_ROWS": int(self.whole_rows),
             "STEP": self.step_bytes, "LOADER_WARPS": LOADER_WARPS,
             "ROW_ELEMENTS": self.line.size * self.problem.channels, "ROWS": d.size,
-            "X_OFFSET": self.problem.x_offset, "ORIGIN": self.origin - self.raw_before,
+            "X_OFFSET": self.problem.x_offset, "ORIGIN": self.origin - self.lead - self.raw_before,
             "TILE_ELEMENTS": self.hops[0] * self.line.stride * self.problem.channels,
             "ROW_ORIGIN": -d.pad - d.lead * d.stride * (not self.carried),
             "CARRIED": int(self.carried), "CARRY_BYTES": self.carry_bytes,

@@ -12,12 +12,14 @@ from onchip.ir.index import simplify
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """part: elements of a part; parts: of a row in a slot; run: elements of a row of the filter;
+    """part: elements of a part; parts: of a row in a slot; run: elements of a row of the filter,
+    after `lead` zeros;
     two_rows: pairs of rows that are multiplied part by part, before the others, which are
     multiplied row by row; one_row: all parts are of one row."""
 
     part: int
     parts: int
+    lead: int
     run: int
     two_rows: int
     one_row: bool
@@ -35,6 +37,7 @@ def weights(p: Problem, order: Order, tiles: int, chunk: int) -> Tensor:
 
     def at(row: Expr, place: Expr, feature: Expr) -> Expr:
         """The weight at a place in the run of a row."""
+        place = place - order.lead
         bind: dict[Axis, Expr] = {p.batch_axis: Const(0, DType.I64), p.feature_axis: feature}
         bind[own] = place % p.channels
         bind |= dict.fromkeys(p.tap_axes, Const(0, DType.I64))
@@ -42,8 +45,11 @@ def weights(p: Problem, order: Order, tiles: int, chunk: int) -> Tensor:
         if len(p.lines) > 1:
             bind[p.tap_axes[1]] = row
         index = tuple(simplify(substitute(i, bind)) for i in e.index)
-        inside = (_less(place, order.run), _less(row, down))
-        return where(Call("logical_and", inside, DType.BOOL), Load(e.src, index, 0), 0.0)
+        inside = Call("logical_and", (_less(place, order.run), _less(row, down)), DType.BOOL)
+        if order.lead:
+            after = Call("ge", (place, Const(0, DType.I64)), DType.BOOL)
+            inside = Call("logical_and", (inside, after), DType.BOOL)
+        return where(inside, Load(e.src, index, 0), 0.0)
 
     def element(tile: Expr, feature: Expr, own_k: Expr) -> Expr:
         k = tile * chunk + own_k

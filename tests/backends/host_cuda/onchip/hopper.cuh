@@ -186,6 +186,12 @@ DEVICE void copy_ahead(u32 to, const void* from, int there) {
     std::memcpy(c.value, from, there);
     copies_now.push_back(c);
 }
+DEVICE void copy_run(u32 to, const void* from, int bytes, u32 full) {
+    if ((u64)from % 16 || bytes % 16) stop("an unaligned copy to", to);
+    if (from < copied_from || (const char*)from + bytes > copied_to) stop("a copy from outside to", to);
+    std::memcpy(bytes_at(to, bytes, 16), from, bytes);
+    barrier_at(full).step(0, -bytes);
+}
 DEVICE void copies_commit() {
     copies.push_back(copies_now);
     copies_now.clear();

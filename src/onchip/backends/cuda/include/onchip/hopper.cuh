@@ -296,6 +296,13 @@ DEVICE void copy_ahead(u32 to, const void* from, int there) {
                      "n"(BYTES)
                      : "memory");
 }
+// A run of memory, a multiple of 16 bytes, by the copy engine; `full` counts its bytes.
+DEVICE void copy_run(u32 to, const void* from, int bytes, u32 full) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(full)
+        : "memory");
+}
 DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT>
 DEVICE void copies_wait() {

@@ -27,7 +27,7 @@ constexpr bool EDGES = cfg::PATCH[0] > cfg::POSITIONS[0] || cfg::POSITIONS[1] % 
 constexpr int K_STEPS = 4;  // instructions that a row of weights feeds
 
 struct Shared {
-    u32 w, x, zero, raw, out, carry, w_full, x_full, x_empty, turn, done;
+    u32 w, x, zero, raw, out, carry, w_full, x_full, x_empty, raw_full, turn, done;
     DEVICE Shared at(u32 start) {
         Shared s;
         s.w = (start + 1023) & ~1023u;
@@ -39,7 +39,8 @@ struct Shared {
         s.w_full = s.carry + WARPGROUPS * CARRY_BYTES;
         s.x_full = s.w_full + 8 * WEIGHTS;
         s.x_empty = s.x_full + 8 * cfg::X_STAGES;
-        s.turn = s.x_empty + 8 * cfg::X_STAGES;
+        s.raw_full = s.x_empty + 8 * cfg::X_STAGES;
+        s.turn = s.raw_full + 8 * RAW_STAGES;
         s.done = s.turn + 8 * WARPGROUPS;
         return s;
     }
@@ -106,9 +107,31 @@ DEVICE void fetch_rows(u32 to, const T* x, Cursor at, int thread) {
     }
 }
 
-// The words of N parts from `at` on; what lies beyond `left` elements is zero.
+// The same for whole rows: by the copy engine, where the row exists. Around it lie zeros, which stay.
+template <class T>
+DEVICE void fetch_whole_rows(u32 to, const T* x, Cursor at, u32 full, int thread) {
+    const Tile t = tile_at(at.n, 0);
+    const int first = t.line[1] * ADVANCE + at.unit * SLOT_ROWS + ROW_ORIGIN;
+    const T* image = x + X_OFFSET + (long long)t.line[2] * X_STEP[1] + (long long)t.line[3] * X_STEP[2];
+    constexpr int BYTES = ROW_ELEMENTS * SIZE;
+    int inside = 0;
+    UNROLL for (int row = 0; row < SLOT_ROWS; row++) inside += first + row >= 0 && first + row < ROWS;
+    if (thread == 0) barrier_expect(full, inside * BYTES);
+    for (int row = 0; row < SLOT_ROWS; row++) {
+        const int y = first + row;
+        const u32 there = to + row * RAW_ROW + (u32)(-ORIGIN * SIZE);
+        if (y >= 0 && y < ROWS) {
+            if (thread == 0) copy_run(there, image + (long long)y * X_STEP[0], BYTES, full);
+        } else {
+            for (int i = thread; i < BYTES / 16; i += LOADERS) store_part(there + 16 * i, make_uint4(0, 0, 0, 0));
+        }
+    }
+}
+
+// The words of N parts from `at` on; what lies beyond `left` elements is zero, and what lies before the
+// first part's run.
 template <int N>
-DEVICE void read_run(u32 (&word)[4 * N], u32 at, int left) {
+DEVICE void read_run(u32 (&word)[4 * N], u32 at, bool first, int left) {
     if constexpr (RAW_ALIGNED >= 4) {
         constexpr int WORDS = RAW_ALIGNED / 4;
         UNROLL for (int i = 0; i < 4 * N; i += WORDS) {
@@ -131,6 +154,7 @@ DEVICE void read_run(u32 (&word)[4 * N], u32 at, int left) {
             low = high;
         }
     }
+    if (LEAD && first) word[0] &= 0xFFFF0000;
     UNROLL for (int i = 0; i < 4 * N; i++) {
         const int here = left - i * 4 / SIZE;
         if (here <= 0) word[i] = 0;
@@ -139,17 +163,25 @@ DEVICE void read_run(u32 (&word)[4 * N], u32 at, int left) {
     }
 }
 
-// A slot's rows in parts, for one chunk of their runs.
+// A slot's rows in parts, for one chunk of their runs: each thread's items together, so that it waits for
+// what it reads once.
 DEVICE void lay_out(u32 to, u32 raw, int chunk, int thread) {
-    constexpr int GROUPS = PARTS / PER_ITEM, EACH = 16 / SIZE;
-    for (int i = thread; i < SLOT_ROWS * GROUPS * COLUMNS; i += LOADERS) {
-        const int column = i % COLUMNS, group = i / COLUMNS % GROUPS, row = i / COLUMNS / GROUPS;
-        const int part = GROUPS == 1 ? 0 : group * PER_ITEM, first = chunk * PARTS + part;
-        u32 word[4 * PER_ITEM];
-        read_run<PER_ITEM>(word, raw + row * RAW_ROW + RAW_BEFORE * SIZE + column * STEP + first * 16, RUN - first * EACH);
-        const u32 there = to + row * ROW_STEP + part * PART_STEP + column * 16;
-        UNROLL for (int p = 0; p < PER_ITEM; p++)
-            store_part(there + p * PART_STEP, make_uint4(word[4 * p], word[4 * p + 1], word[4 * p + 2], word[4 * p + 3]));
+    constexpr int GROUPS = PARTS / PER_ITEM, EACH = 16 / SIZE, ITEMS = SLOT_ROWS * GROUPS * COLUMNS;
+    for (int start = thread; start < ITEMS; start += AT_ONCE * LOADERS) {
+        u32 word[AT_ONCE][4 * PER_ITEM], there[AT_ONCE];
+        UNROLL for (int n = 0; n < AT_ONCE; n++) {
+            const int i = min(start + n * LOADERS, ITEMS - 1);
+            const int column = i % COLUMNS, group = i / COLUMNS % GROUPS, row = i / COLUMNS / GROUPS;
+            const int part = GROUPS == 1 ? 0 : group * PER_ITEM, first = chunk * PARTS + part;
+            read_run<PER_ITEM>(word[n], raw + row * RAW_ROW + RAW_BEFORE * SIZE + column * STEP + first * 16,
+                               first == 0, LEAD + RUN - first * EACH);
+            there[n] = to + row * ROW_STEP + part * PART_STEP + column * 16;
+        }
+        UNROLL for (int n = 0; n < AT_ONCE; n++)
+            if (start + n * LOADERS < ITEMS)
+                UNROLL for (int p = 0; p < PER_ITEM; p++)
+                    store_part(there[n] + p * PART_STEP, make_uint4(word[n][4 * p], word[n][4 * p + 1],
+                                                                    word[n][4 * p + 2], word[n][4 * p + 3]));
     }
 }
 
@@ -167,16 +199,26 @@ DEVICE void load(const Shared& s, const T* x, const TensorMap* w, int thread) {
     int raw = 0, raw_ahead = 0;
     const auto fetch = [&]() {
         if (ahead.n < mine.last) {
-            fetch_rows(s.raw + raw_ahead * RAW_SLOT, x, ahead, thread);
+            const u32 to = s.raw + raw_ahead * RAW_SLOT;
+            if constexpr (WHOLE_ROWS) fetch_whole_rows(to, x, ahead, s.raw_full + 8 * raw_ahead, thread);
+            else fetch_rows(to, x, ahead, thread);
             ahead.next();
         }
-        copies_commit();
+        if constexpr (!WHOLE_ROWS) copies_commit();
         raw_ahead = raw_ahead == RAW_STAGES - 1 ? 0 : raw_ahead + 1;
     };
+    if constexpr (WHOLE_ROWS) {
+        for (int i = thread; i < RAW_STAGES * RAW_SLOT / 16; i += LOADERS)
+            store_part(s.raw + 16 * i, make_uint4(0, 0, 0, 0));
+        publish();
+        group_barrier(15, LOADERS);
+    }
     for (int i = 0; i < RAW_STAGES - 1; i++) fetch();
+    u32 parity = 0;
     engine::Ring<cfg::X_STAGES> ring;
     for (; here.n < mine.last; here.next()) {
-        copies_wait<RAW_STAGES - 2>();
+        if constexpr (WHOLE_ROWS) barrier_wait(s.raw_full + 8 * raw, parity);
+        else copies_wait<RAW_STAGES - 2>();
         group_barrier(15, LOADERS);  // these rows are here, those before have been read
         fetch();
         for (int chunk = 0; chunk < RUN_CHUNKS; chunk++) {
@@ -187,7 +229,7 @@ DEVICE void load(const Shared& s, const T* x, const TensorMap* w, int thread) {
             if ((thread & 31) == 0) barrier_arrive(s.x_full + 8 * ring.slot);
             ring.next();
         }
-        raw = raw == RAW_STAGES - 1 ? 0 : raw + 1;
+        if (++raw == RAW_STAGES) raw = 0, parity ^= 1;
     }
 }
 
@@ -372,6 +414,7 @@ DEVICE void run(const Args& a, const T* x, const TensorMap* w, const TensorMap* 
             barrier_init(s.x_full + 8 * i, LOADER_WARPS);
             barrier_init(s.x_empty + 8 * i, 4 * cfg::SPLIT);
         }
+        for (int i = 0; i < RAW_STAGES; i++) barrier_init(s.raw_full + 8 * i, 1);
         for (int i = 0; i < WARPGROUPS; i++) {
             barrier_init(s.turn + 8 * i, 4);
             barrier_init(s.done + 8 * i, 4);
