@@ -2,8 +2,8 @@
 take every branch of the device code between them. Their weights are small integers: on inputs that
 are, too, every product and sum is exact, so that a result is float64's, rounded once.
 
-Kernels are written for a GPU of few multiprocessors, so that a program goes through several tiles of
-a small problem: rings go round, teams take turns.
+Kernels are written for a GPU of few multiprocessors, so that a program goes through several tiles
+of a small problem: rings go round, teams take turns.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from onchip.capture.cleanup import constant_tensors
 from onchip.capture.schema import is_view
 from onchip.fusion.layout import choose_layouts
 from onchip.fusion.machine import GPUS, Machine
-from onchip.fusion.region import region_of
+from onchip.fusion.region import Region, region_of
 from onchip.ir.expr import Tensor
 from onchip.planning.candidates import Candidate, Context
 from onchip.planning.generators.cuda import CudaGenerator, Variant
@@ -41,8 +41,8 @@ S = nn.Sequential
 
 @dataclass(frozen=True)
 class Case:
-    """make: the module and its inputs, in their types; configs: picked by hand; first: so many of
-    the model's choices besides; exact: nothing but sums, products of integers and maxima."""
+    """make: the module and its inputs, in their types and strides; configs: picked by hand; first:
+    so many of the model's choices besides; exact: nothing but sums, products of integers, maxima."""
 
     name: str
     make: Callable[[], tuple]
@@ -67,7 +67,7 @@ def image(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.zeros(shape[0], *shape[2:], shape[1], dtype=dtype).movedim(-1, 1)
 
 
-def conv(*a: int, d: int = 2, dtype: torch.dtype = BF16, **more) -> nn.Module:
+def conv(*a, d: int = 2, dtype: torch.dtype = BF16, **more) -> nn.Module:
     return (None, nn.Conv1d, nn.Conv2d, nn.Conv3d)[d](*a, **more).to(dtype)  # type: ignore[misc]
 
 
@@ -119,7 +119,9 @@ def strided():
 
 @case(Config((8, 3, 1), 0, x_stages=2, w_stages=2))
 def strides_and_dilations():
-    return conv(24, 40, (2, 3), stride=(3, 2), dilation=(2, 1), padding=(0, 1)), image(2, 24, 17, 19)
+    return conv(24, 40, (2, 3), stride=(3, 2), dilation=(2, 1), padding=(0, 1)), image(
+        2, 24, 17, 19
+    )
 
 
 @case(Config((16, 4, 1), 0, split=2, x_stages=3, w_stages=3))
@@ -373,7 +375,11 @@ def part_of_channels():
 @case()
 def view_of_columns():
     whole = tokens(90, 512)
-    return Fn(lambda s, x, y: s.m(x) + y, m=linear(128, 64)), whole[::2, 64:192], whole[:45, 256:320]
+    return (
+        Fn(lambda s, x, y: s.m(x) + y, m=linear(128, 64)),
+        whole[::2, 64:192],
+        whole[:45, 256:320],
+    )
 
 
 @case()
@@ -392,14 +398,14 @@ def fill(t: torch.Tensor, most: int, random: torch.Generator) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A case, captured. held: its constants' values; inputs: tensors of the graph in the module's
-    order; dtypes, shapes: of its results."""
+    """A case, captured. example: inputs of the wanted types and strides; held: constants' values;
+    inputs, results: tensors of the graph in the module's order."""
 
     case: Case
     module: nn.Module
     example: tuple[torch.Tensor, ...]
     problem: Problem
-    region: object
+    region: Region
     context: Context
     held: Mapping[Tensor, torch.Tensor]
     inputs: tuple[Tensor, ...]
@@ -419,7 +425,9 @@ class Prepared:
         """The kernel's text; AssertionError with the reason if it is refused."""
         precision = "tf32" if self.problem.kind == "tf32" else ""
         made = GENERATOR.write(
-            self.region, Variant(self.problem, config, precision), self.context  # type: ignore[arg-type]
+            self.region,
+            Variant(self.problem, config, precision),
+            self.context,
         )
         assert isinstance(made, Candidate), f"{self.case.name}, {config.label}: {made}"
         return made
