@@ -74,8 +74,10 @@ def facts(p: Prepared, g: Geometry) -> Iterator[str]:
         yield "a line longer than a copy"
     if q.x_offset:
         yield "an input that begins elsewhere"
-    if g.work > c.cluster * FEW.multiprocessors:
-        yield "several tiles a program"
+    programs = prepared(p.case.name).candidate(c).source.programs
+    if c.k_split == 1 and g.work * c.cluster >= 2 * programs * c.teams:
+        yield f"two tiles or more for each of {c.teams} teams"
+        yield f"the same, cluster of {c.cluster}"
 
 
 WANTED = [
@@ -98,7 +100,9 @@ WANTED = [
     "weights as they lie, batch False", "weights as they lie, batch True",
     "strides", "dilation", "padding on one side", "many taps",
     "channels fill up", "features fill up", "fewer features than a block", "positions fill up",
-    "a line longer than a copy", "an input that begins elsewhere", "several tiles a program",
+    "a line longer than a copy", "an input that begins elsewhere",
+    *(f"two tiles or more for each of {n} teams" for n in (1, 2, 3, 4)),
+    *(f"the same, cluster of {n}" for n in (2, 4)),
 ]  # fmt: skip
 
 

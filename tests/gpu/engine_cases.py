@@ -2,8 +2,8 @@
 take every branch of the device code between them. Their weights are small integers: on inputs that
 are, too, every product and sum is exact, so that a result is float64's, rounded once.
 
-Kernels are written for a GPU of few multiprocessors, so that a program goes through several tiles
-of a small problem: rings go round, teams take turns.
+Kernels are written for a GPU of two multiprocessors, or of one cluster, so that a program goes
+through several tiles of a small problem: rings go round, teams take turns.
 """
 
 from __future__ import annotations
@@ -32,8 +32,15 @@ from onchip.planning.candidates import Candidate, Context
 from onchip.planning.generators.cuda import CudaGenerator, Variant
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-FEW = replace(GPUS["h200"], name="few", multiprocessors=5)  # clusters of four fit
-GENERATOR = CudaGenerator(Machine(1, 16, FEW), torch.device("cpu"), (True, True), None)
+FEW = replace(GPUS["h200"], name="few", multiprocessors=5)  # that the model chooses for
+
+
+def generator(multiprocessors: int) -> CudaGenerator:
+    gpu = replace(FEW, multiprocessors=multiprocessors)
+    return CudaGenerator(Machine(1, 16, gpu), torch.device("cpu"), (True, True), None)
+
+
+GENERATOR = generator(FEW.multiprocessors)
 # float32 operands are of bfloat16's values, so that TF32 does not round them
 TOLERANCE = {BF16: 2**-8, FP16: 2**-10, FP32: 1e-5}
 S = nn.Sequential
@@ -42,7 +49,7 @@ S = nn.Sequential
 @dataclass(frozen=True)
 class Case:
     """make: the module and its inputs, in their types and strides; configs: picked by hand; first:
-    so many of the model's choices besides; exact: nothing but sums, products of integers, maxima."""
+    so many of the model's choices besides; exact: only sums, products of integers and maxima."""
 
     name: str
     make: Callable[[], tuple]
@@ -127,6 +134,11 @@ def strides_and_dilations():
 @case(Config((16, 4, 1), 0, split=2, x_stages=3, w_stages=3))
 def dilated_96_features():
     return conv(96, 96, 3, dilation=2, padding=2, bias=False), image(2, 96, 13, 13)
+
+
+@case(Config((8, 3, 1), 1, blocks=2, teams=2, x_stages=2, w_stages=4, row_bytes=32))
+def channels_8():
+    return S(conv(8, 200, 3), nn.ReLU()), image(2, 8, 9, 12)
 
 
 @case()
@@ -424,11 +436,8 @@ class Prepared:
     def candidate(self, config: Config) -> Candidate:
         """The kernel's text; AssertionError with the reason if it is refused."""
         precision = "tf32" if self.problem.kind == "tf32" else ""
-        made = GENERATOR.write(
-            self.region,
-            Variant(self.problem, config, precision),
-            self.context,
-        )
+        variant = Variant(self.problem, config, precision)
+        made = generator(max(config.cluster, 2)).write(self.region, variant, self.context)
         assert isinstance(made, Candidate), f"{self.case.name}, {config.label}: {made}"
         return made
 

@@ -177,6 +177,6 @@ def differs(
 
 
 def launch(built: Built, m: Memory) -> None:
-    """On the current stream of the current GPU. What breaks there is a RuntimeError of the next call
-    that waits."""
+    """On the current stream of the current GPU. What breaks there is a RuntimeError of the next
+    call that waits."""
     built.run(m.pointers, torch.cuda.current_stream().cuda_stream)
