@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -86,12 +86,20 @@ def signal() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return model, (x.mT,)
 
 
+@pytest.fixture
+def tf32() -> Iterator[None]:
+    """Convolutions of float32 may use TF32."""
+    before = torch.backends.cudnn.conv.fp32_precision
+    torch.backends.cudnn.conv.fp32_precision = "tf32"
+    yield
+    torch.backends.cudnn.conv.fp32_precision = before
+
+
 @pytest.mark.parametrize("make", [pipeline, linear, signal])
 def test_a_program_of_engine_kernels_alone(
-    make: Callable[[], tuple], monkeypatch, tmp_path
+    make: Callable[[], tuple], tf32, monkeypatch, tmp_path
 ) -> None:
     monkeypatch.setenv("ONCHIP_CACHE", str(tmp_path))  # no verdict of another run
-    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "tf32")
     torch.manual_seed(0)
     model, inputs = make()
     settings = Settings(generator="cuda", budget_s=8.0)
