@@ -328,9 +328,19 @@ def depthwise():
     return conv(16, 16, 3, padding=1, groups=16), image(2, 16, 8, 8)
 
 
-@refused("a step of input0 is 12 bytes, no multiple of 16")
+@fits
 def three_channels():
     return conv(3, 16, 7, stride=2, padding=3), image(2, 3, 16, 16)
+
+
+@fits
+def one_channel():
+    return conv(1, 16, 5, padding=2), image(2, 1, 9, 11)
+
+
+@refused("a step of input0 is 12 bytes, no multiple of 16")
+def rows_of_three_with_weights_that_vary():
+    return Fn(lambda s, x, w: x @ w.t()), torch.randn(32, 3), torch.randn(16, 3)
 
 
 @refused("does not hold each element of the product once")

@@ -102,8 +102,11 @@ class _Form:
         batches, x_batch, w_batch = self._batches()
         groups = joined(self.read.lines, self.found.windows, self._stays(features))
         lines = tuple(map(self._line, groups)) or (Line(1, ALIGNMENT // dtype.size, 1, cells=1),)
-        self._check_copies(lines, len(batches) > 0, x_batch, dtype.size)
         channels = prod(a.extent for a in self.read.channels)
+        # rows of few channels are read by threads, element by element if need be
+        near = lines[0].step == channels and not batches and self.w_constant
+        if not near or channels * dtype.size % ALIGNMENT == 0:
+            self._check_copies(lines, len(batches) > 0, x_batch, dtype.size)
         feature = axis(prod(a.extent for a in features), "feature")
         batch = axis(prod(a.extent for a in batches), "batch")
         at = tuple(axis(line.positions, "position") for line in lines)

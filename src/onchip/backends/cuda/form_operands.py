@@ -131,9 +131,6 @@ def layout(x: Operand, strides: Strides, c: Contraction, subject: str, split: bo
     ]
     free = {a for i, ok in zip(index, inside, strict=True) if ok for a, _ in linear(i).terms}
     channel = _channel(index, k_axes, free, steps.coefficient)
-    if channel is None:
-        text = ", ".join(f"{abs(steps.coefficient(a))} for {a.extent} values" for a in k_axes)
-        raise Unfit(subject, f"no axis of the sum lies side by side in {name}: steps are {text}")
     lines: list[Draft] = []
     batch: dict[Axis, int] = {}
     offset = 0
@@ -162,11 +159,16 @@ def layout(x: Operand, strides: Strides, c: Contraction, subject: str, split: bo
         for a, k in t:
             offset += min(k, 0) * (a.extent - 1) * stride
             lines.append(Draft(None, a, a.extent, abs(k) * stride, flipped=k < 0))
+    # one channel: taps of a line whose elements lie side by side
+    slides = all(d.position for d in lines if d.tap) and any(d.tap and d.step == 1 for d in lines)
+    if channel is None and not slides:
+        text = ", ".join(f"{abs(steps.coefficient(a))} for {a.extent} values" for a in k_axes)
+        raise Unfit(subject, f"no axis of the sum lies side by side in {name}: steps are {text}")
     used = [a for d in lines for a in (d.position, d.tap) if a]
     wanted = [a for a in (*x.axes, *k_axes) if a.extent > 1 and a is not channel]
     if sorted(map(id, used)) != sorted(map(id, wanted)):
         raise Unfit(subject, f"an axis of {name} lies along a diagonal, or repeats elements")
-    return Layout(tuple(lines), (channel,), batch, offset)
+    return Layout(tuple(lines), (channel,) if channel else (), batch, offset)
 
 
 def _range(x: Operand, i: Expr, n: int, subject: str) -> tuple[int, int]:

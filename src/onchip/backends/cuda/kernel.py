@@ -9,6 +9,7 @@ from onchip.backends.cuda.epilogue import epilogue_text
 from onchip.backends.cuda.form_axes import address, affine
 from onchip.backends.cuda.geometry import BLOCK, Geometry
 from onchip.backends.cuda.limits import refusal
+from onchip.backends.cuda.packed import PackedGeometry, geometry
 from onchip.backends.cuda.problem import Config, Line, Problem
 from onchip.backends.cuda.source import CudaSource, Pointer, Strides, TensorMap
 from onchip.backends.cuda.weights import packed_weights
@@ -40,7 +41,7 @@ def emit(
 ) -> CudaSource | Refusal:
     """The kernel of a problem by one choice. strides: elements, of every tensor; late: inputs that
     are derived at load."""
-    g = Geometry(problem, config)
+    g = geometry(problem, config)
     if gpu.capability != HOPPER:
         text = f"sm_{gpu.capability}: there is a main loop for sm_{HOPPER} only"
         return Refusal(Rule.CONTRACTION_FORM, problem.results[0].tensor.name, text)
@@ -65,7 +66,9 @@ class _Emitter:
     ) -> None:
         self.g, self.p, self.c = g, g.problem, g.config
         self.gpu, self.strides, self.name, self.comment = gpu, strides, name, comment
-        self.w = packed_weights(self.p, g.chunk) if self.p.w_constant else self.p.w
+        self.rows = g if isinstance(g, PackedGeometry) else None
+        packed = self.rows.weights if self.rows else lambda: packed_weights(self.p, g.chunk)
+        self.w = packed() if self.p.w_constant else self.p.w
         # the weights' tensor among the inputs is the one that the kernel reads
         read = dict.fromkeys([self.p.x, *(r.tensor for r in self.p.reads), self.w])
         derived = late | ({self.w} if self.p.w_constant else set())
@@ -82,7 +85,7 @@ class _Emitter:
         p, g = self.p, self.g
         self.epilogue = epilogue_text(p, self.pointer, self.strides, not g.staged)
         self.reads = g.tile_reads
-        maps = [self._x_map(), self._w_map()]
+        maps = [*([] if self.rows else [self._x_map()]), self._w_map()]
         tiled = [r for r in p.results if r.tile]
         maps += [self._tile_map(r.tensor, r.index, r.pooled) for r in tiled]
         maps += [self._tile_map(r.tensor, r.index, p.pools) for r in self.reads]
@@ -99,7 +102,7 @@ class _Emitter:
                 self.epilogue.text,
                 self._dispatch(),
                 self._product(),
-                "#include <onchip/engine.cuh>",
+                *self._engine(),
                 self._function(len(tiled)),
             ]
         )
@@ -122,6 +125,9 @@ class _Emitter:
         cluster = self.c.cluster
         if self.c.k_split > 1:
             return self.g.work * cluster
+        if self.rows:
+            share = max(self.gpu.multiprocessors // self.g.feature_tiles, 1)
+            return min(share, self.g.position_tiles) * self.g.feature_tiles
         most = self.gpu.multiprocessors // cluster
         if not self.c.w_stages:
             features = ceil(self.g.feature_tiles / self.c.x_shared)
@@ -165,6 +171,8 @@ class _Emitter:
         folds = {"max": "'M'", "min": "'m'", "sum": "'s'", "": "0"}
         half = any(r.tensor.dtype is DType.F16 for r in (*p.results, *p.reads))
         lines = [*p.lines, *[Line(1, 1, 1, cells=1)] * (LINES - len(p.lines))]
+        # windows that overlap are disjoint once neighbours have handed on theirs
+        carried = self.rows is not None and self.rows.carried
         arrays = {
             "STRIP_ROW": g.strips,
             "PHASE_BEGIN": begins,
@@ -173,8 +181,8 @@ class _Emitter:
             "TILES": _padded(g.tiles),
             "STRIDE": [x.stride for x in lines],
             "HOP": [x.hop for x in lines],
-            "LEAD": [x.lead for x in lines],
-            "WINDOW": [x.window for x in lines],
+            "LEAD": [0 if carried else x.lead for x in lines],
+            "WINDOW": [x.hop if carried else x.window for x in lines],
             "POSITIONS": [x.positions for x in lines],
             "ALL_CELLS": [x.cells if p.pools else x.positions for x in lines],
             "RESULT_SIZE": [r.tensor.dtype.size for r in p.results],
@@ -193,6 +201,16 @@ class _Emitter:
         for k, n in (("TAP_ROWS", 0), ("TAP_NUMBER", 1)):
             out.append(f"__device__ constexpr int {k}[] = {_list([t[n] for t in taps])};")
         return "namespace cfg {\n" + "\n".join(out) + "\n}"
+
+    def _engine(self) -> tuple[str, ...]:
+        """The main loop, with the sizes that it alone has."""
+        if self.rows is None:
+            return ("#include <onchip/engine.cuh>",)
+        sizes = [f"constexpr int {k} = {v};" for k, v in self.rows.constants.items()]
+        arrays = self.rows.tables.items()
+        sizes += [f"__device__ constexpr int {k}[] = {_list(v)};" for k, v in arrays]
+        text = "namespace packed_cfg {\n" + "\n".join(sizes) + "\n}"
+        return text, "#include <onchip/packed.cuh>"
 
     def _arguments(self) -> str:
         fields = []
@@ -266,7 +284,7 @@ class _Emitter:
         )
 
     def _function(self, results: int) -> str:
-        maps = ["x", "w", *(f"result{n}" for n in range(results))]
+        maps = [*([] if self.rows else ["x"]), "w", *(f"result{n}" for n in range(results))]
         maps += [f"read{n}" for n in range(len(self.reads))]
         taken = [f"const __grid_constant__ TensorMap {m}_map" for m in maps]
         fields = []
@@ -281,6 +299,10 @@ class _Emitter:
             places.append(f"&result{at}_map" if r.tile else "nullptr")
             at += r.tile
         reads = [f"&read{n}_map" for n in range(len(self.reads))] or ["nullptr"]
+        own = f"    const TensorMap* const reads[] = {{{', '.join(reads)}}};\n"
+        call = own + "    engine::run(a, &x_map, &w_map, results, reads);"
+        if self.rows:
+            call = f"    packed::run(a, a.{self.pointer(self.p.x)}, &w_map, results);"
         head = ",\n    ".join(taken)
         return "\n".join(
             [
@@ -288,8 +310,7 @@ class _Emitter:
                 f"    {head}) {{",
                 f"    const Args a = {{{', '.join(fields)}}};",
                 f"    const TensorMap* const results[] = {{{', '.join(places)}}};",
-                f"    const TensorMap* const reads[] = {{{', '.join(reads)}}};",
-                "    engine::run(a, &x_map, &w_map, results, reads);",
+                call,
                 "}",
             ]
         )
@@ -313,7 +334,7 @@ class _Emitter:
     def _w_map(self) -> TensorMap:
         p, g = self.p, self.g
         if p.w_constant:
-            rows = p.batch * p.taps * g.chunks * p.features
+            rows = (self.rows.w_tiles if self.rows else p.batch * p.taps * g.chunks) * p.features
             sizes, steps = (g.chunk, rows), (g.chunk,)
         else:
             sizes, steps = (p.channels, p.features), (p.w_step,)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from onchip.backends.cuda.geometry import GROUP, MOST_BOX, Geometry, up
+from collections.abc import Sequence
+
+from onchip.backends.cuda.geometry import GROUP, LINE_BYTES, MOST_BOX, Geometry, up
+from onchip.backends.cuda.packed import STEPS_OF_ROW, PackedGeometry
 from onchip.fusion.refusal import Refusal, Rule
 
 MOST_COLUMNS = 256  # of one instruction (PTX ISA, wgmma)
@@ -10,12 +13,16 @@ MOST_CLUSTER = 16  # programs of a cluster
 MOST_THREADS = 1024
 MOST_REGISTERS = 255  # of a thread
 OTHERS = 32  # registers of a thread beside its sums, at least
+PACKED_OTHERS = 40  # the same in the packed form, which folds neighbours' windows
+
+Checks = Sequence[tuple[object, str]]  # (wrong, why)
 
 
 def refusal(g: Geometry, shared_bytes: int) -> Refusal | None:
     """Why there is no such kernel; None if there is. shared_bytes: that a program may use."""
+    if isinstance(g, PackedGeometry):
+        return _packed(g, shared_bytes)
     c, p = g.config, g.problem
-    name = p.results[0].tensor.name
     # handed out four warps at a time
     registers = min(65536 // up(g.threads, 128) // 8 * 8, MOST_REGISTERS)
     checks = [
@@ -60,6 +67,47 @@ def refusal(g: Geometry, shared_bytes: int) -> Refusal | None:
             "weights of several batches or parts can't stay",
         ),
     ]
+    return _first(g, checks, shared_bytes)
+
+
+def _packed(g: PackedGeometry, shared_bytes: int) -> Refusal | None:
+    """Limits of the packed form."""
+    p, c = g.problem, g.config
+    if min(g.cells) < 1:
+        return _first(g, [(True, "a patch smaller than a window")], shared_bytes)
+    registers = min(65536 // up(g.threads, 32) // 8 * 8, MOST_REGISTERS)
+    others = zip(p.lines[2:], c.patch[2:], strict=True)
+    checks = [
+        (p.batch > 1, "a packed input of several batches"),
+        (not p.w_constant, "weights of a packed input that are not constant"),
+        (g.line.step != p.channels, "channels of a row with gaps between them"),
+        (g.line.dilation > 1, "dilation along a packed row"),
+        (
+            any(x.taps > 1 or x.stride > 1 or n > 1 or x.pools for x, n in others),
+            "a packed input of more than two lines",
+        ),
+        (any(r.kind == "tile" for r in p.reads), "tiles that a packed input's epilogue reads"),
+        (c.along != 0 or c.row_bytes != LINE_BYTES, f"a packed input along {c.along}"),
+        (c.w_stages > 0 or c.cluster > 1, "streamed weights or clusters with packed input"),
+        (c.patch[0] % GROUP > 0, f"a patch of {c.patch[0]} positions, not a multiple of 8"),
+        (g.columns > MOST_COLUMNS, f"{g.columns} columns of at most {MOST_COLUMNS}"),
+        (g.tile_features > MOST_BOX, f"{g.tile_features} features a tile"),
+        (c.x_stages <= g.units, f"{c.x_stages} slots for tiles of {g.units}"),
+        (
+            g.run_chunks > 1 and len(g.pairs) % STEPS_OF_ROW > 0,
+            f"{len(g.pairs)} instructions a chunk",
+        ),
+        (
+            g.accumulators + PACKED_OTHERS > registers,
+            f"{g.accumulators} sums a thread of {registers} registers",
+        ),
+        (g.threads > MOST_THREADS, f"{g.threads} threads of at most {MOST_THREADS}"),
+    ]
+    return _first(g, checks, shared_bytes)
+
+
+def _first(g: Geometry, checks: Checks, shared_bytes: int) -> Refusal | None:
+    name = g.problem.results[0].tensor.name
     for wrong, text in checks:
         if wrong:
             return Refusal(Rule.CONTRACTION_FORM, name, text)

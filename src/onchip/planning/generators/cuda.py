@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from onchip.backends.cuda import build, form, kernel, model
+from onchip.backends.cuda import build, form, kernel, model, packed_model
+from onchip.backends.cuda.packed import narrow
 from onchip.backends.cuda.problem import Config, Problem
 from onchip.backends.cuda.source import CudaSource
 from onchip.backends.nvidia.build import Built
@@ -135,7 +136,8 @@ class CudaGenerator:
             problem = form.problem_of(region, strides, constants, p or "tf32")
             if isinstance(problem, Refusal):
                 return problem
-            configs = model.configurations(problem, self.gpu)
+            choices = packed_model if narrow(problem) else model
+            configs = choices.configurations(problem, self.gpu)
             if isinstance(configs, Refusal):
                 return configs
             found += [Variant(problem, c, p) for c in configs]

@@ -705,7 +705,8 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
     Ring<cfg::R_STAGES + !cfg::R_STAGES> in;
     in.skip(team);
     u32 in_before = 0;
-    int turn = 0;
+    Features c[cfg::BLOCKS][2];
+    int feature = -1, batch = -1, turn = 0;
     for (int n = first_tile(); n < cfg::WORK; n += next_tile(), turn++) {
         if (cfg::TEAMS > 1 && turn % cfg::TEAMS != team) {
             consumer.pass();
@@ -715,10 +716,12 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
         const u32 read = s.in + (in.slot * cfg::SPLIT + consumer.member) * cfg::READ_BYTES;
         Epilogue e{a, s, t, group, consumer.member, (int)threadIdx.x & 127, warp & 3, (int)threadIdx.x & 31,
                    cfg::IN_PLACE ? read : s.out + group * cfg::TILE_BYTES, read};
-        Features c[cfg::BLOCKS][2];
-        UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
-            UNROLL for (int h = 0; h < 2; h++)
-                c[m][h] = features(a, t.batch, min(e.feature(m, h), cfg::FEATURES - 1));
+        if (t.feature != feature || t.batch != batch) {
+            feature = t.feature, batch = t.batch;
+            UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
+                UNROLL for (int h = 0; h < 2; h++)
+                    c[m][h] = features(a, batch, min(e.feature(m, h), cfg::FEATURES - 1));
+        }
         if constexpr (cfg::TURNS)
             if (turn > 0)
                 barrier_wait(s.turn + 8 * ((team + cfg::TEAMS - 1) % cfg::TEAMS), (turn - 1) / cfg::TEAMS & 1);

@@ -205,6 +205,12 @@ DEVICE u64 operand(u32 address, int apart) {
     return (u64)((address & 0x3FFFF) >> 4) | (1ull << 16) | ((u64)(apart >> 4) << 32) | (mode << 62);
 }
 
+// An operand without permutation: rows of 16 bytes, one after the other, hold half of what an
+// instruction multiplies; the other half lies `apart` bytes on.
+DEVICE u64 plain_operand(u32 address, u32 apart) {
+    return (u64)((address & 0x3FFFF) >> 4) | ((u64)(apart >> 4) << 16) | ((u64)(128 >> 4) << 32);
+}
+
 // ---- tiles in shared memory --------------------------------------------------------------------
 
 // 8x8 matrices of 16-bit elements, four or two at a time, transposed on their way: a thread holds two
@@ -263,6 +269,43 @@ DEVICE uint4 load_part(u32 at) {
     return v;
 }
 
+// ---- copies by threads -------------------------------------------------------------------------
+
+// BYTES (16, 8 or 4) from memory to shared memory, on their way until waited for; the first `there`
+// of them, then zeros.
+template <int BYTES>
+DEVICE void copy_ahead(u32 to, const void* from, int there) {
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there)
+                     : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(to), "l"(from), "r"(there),
+                     "n"(BYTES)
+                     : "memory");
+}
+// A run of memory, a multiple of 16 bytes, by the copy engine; `full` counts its bytes.
+DEVICE void copy_run(u32 to, const void* from, int bytes, u32 full) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(full)
+        : "memory");
+}
+DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT>
+DEVICE void copies_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+DEVICE void store_half(u32 at, u32 v) {
+    asm volatile("st.shared.b16 [%0], %1;" ::"r"(at), "h"((u16)v) : "memory");
+}
+DEVICE void store_part(u32 at, uint4 v) {
+    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+DEVICE void load_words(u32 at, u32& a, u32& b) {
+    asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(a), "=r"(b) : "r"(at) : "memory");
+}
+
 // ---- element types -----------------------------------------------------------------------------
 
 DEVICE float bf16_float(u32 x) { return __uint_as_float(x << 16); }
@@ -280,6 +323,12 @@ DEVICE u32 pack_bf16(float low, float high) {
 DEVICE u32 pack_fp16(float low, float high) {
     u32 r;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+// The nearest float32 that the matrix unit reads whole as TF32; it cuts others off.
+DEVICE u32 rounded_tf32(u32 x) {
+    u32 r;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(__uint_as_float(x)));
     return r;
 }
 DEVICE float larger(float a, float b) {

@@ -1,0 +1,376 @@
+"""Geometry of the packed form: inputs of few channels, as the first layer of a network has.
+
+The taps of one row of a filter, all channels of each, are one run of memory: 7 taps of 3 channels
+are 21 elements. The run of each position is laid out in parts of 16 bytes, the last one filled up
+with zeros. A part of 8 neighbouring positions is the matrix unit's 8 by 16 bytes, not permuted:
+
+    shared memory of a slot: [rows of input][parts of a run][positions] of 16 bytes
+
+An instruction multiplies two parts, wherever they lie: two of one row, or the same part of two
+rows where a row has an odd number of them. Rows are laid out once and read by every position whose
+filter covers them: slots hold the rows by which a tile goes on from the one above it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil, gcd, prod
+
+from onchip.backends.cuda.geometry import (
+    ALIGNED,
+    Geometry,
+    up,
+)
+from onchip.backends.cuda.packed_weights import Order, weights
+from onchip.backends.cuda.problem import Config, Line, Problem
+from onchip.ir.expr import Tensor
+
+PART_BYTES = 16
+STEPS_OF_ROW = 4  # instructions that a row of 128 bytes of weights feeds
+MOST_PARTS = 8  # of a run in a slot
+LOADER_WARPS = 4  # lay out input; more would leave those that multiply too few registers
+RAW_STAGES = {2: 6, 4: 4}  # slots' rows on their way from memory, by the size of an element
+PER_ITEM = 4  # parts, at most, of an item that a thread lays out
+AT_ONCE = 2  # items
+
+# Two parts that an instruction multiplies: (row of the filter, part) each; None: zeros.
+Place = tuple[int, int]
+Pair = tuple[Place, Place | None]
+
+
+@dataclass(frozen=True)
+class PackedGeometry(Geometry):
+    """One kernel's tile of the packed form. Lines beyond the second have one position a tile."""
+
+    @cached_property
+    def line(self) -> Line:
+        return self.problem.lines[0]
+
+    @cached_property
+    def down(self) -> Line:
+        """The line of rows; one row where there is none."""
+        lines = self.problem.lines
+        return lines[1] if len(lines) > 1 else Line(1, 0, 1, cells=1)
+
+    @property
+    def patch_rows(self) -> int:
+        return self.config.patch[1] if len(self.config.patch) > 1 else 1
+
+    # ---- a run in parts ------------------------------------------------------------------------
+
+    @property
+    def part(self) -> int:
+        """Elements of 16 bytes."""
+        return PART_BYTES // self.problem.size
+
+    @property
+    def run(self) -> int:
+        """Elements that one row of the filter reads for a position."""
+        return self.line.taps * self.problem.channels
+
+    @cached_property
+    def lead(self) -> int:
+        """Elements laid out before a run, as zeros, so that it starts with a whole word."""
+        odd = self.problem.size == 2 and self.origin % 2 == 1 and self.step_bytes % 4 == 0
+        room = self.run % self.part > 0 and self.copy_bytes >= 4
+        return int(odd and room)
+
+    @property
+    def run_parts(self) -> int:
+        return ceil(self.run / self.part)
+
+    @property
+    def run_chunks(self) -> int:
+        """Slots that the parts of a row take, one after the other: several only where rows are not
+        read again."""
+        return ceil(self.run_parts / MOST_PARTS) if self.units == 1 else 1
+
+    @cached_property
+    def across_rows(self) -> bool:
+        """A pair is the same part of two rows, which lie side by side in one slot."""
+        odd = self.run_parts % 2 == 1 and self.down.taps > 1
+        even_rows = self.advance % 2 == 0 and self.down.stride % 2 == 0
+        return odd and even_rows and self.down.dilation == 1
+
+    @cached_property
+    def parts(self) -> int:
+        """Of a run in a slot."""
+        if self.run_chunks > 1:
+            return MOST_PARTS
+        return self.run_parts if self.across_rows else up(self.run_parts, 2)
+
+    @cached_property
+    def pairs(self) -> tuple[Pair, ...]:
+        """What the instructions of a slot's chunk multiply, in order."""
+        rows, inside = range(self.down.taps), range(self.parts)
+        if not self.across_rows:
+            return tuple(((r, j), (r, j + 1)) for r in rows for j in inside[::2])
+        found: list[Pair] = [
+            ((r, j), (r + 1, j)) for r in rows[: len(rows) // 2 * 2 : 2] for j in inside
+        ]
+        if len(rows) % 2:
+            last = rows[-1]
+            found += [
+                ((last, j), (last, j + 1) if j + 1 < self.parts else None) for j in inside[::2]
+            ]
+        return tuple(found)
+
+    @cached_property
+    def k_order(self) -> tuple[tuple[int, int] | None, ...]:
+        """For each element along the sum, in the order of the weights: its tap (number along the
+        first line, then the second) and channel; None: zero, up to whole rows of 128 bytes."""
+        found: list[tuple[int, int] | None] = []
+        for chunk in range(self.run_chunks):
+            for place in (p for pair in self.pairs for p in pair):
+                for e in range(self.part):
+                    if place is None:
+                        found.append(None)
+                        continue
+                    row, j = place
+                    at = (chunk * self.parts + j) * self.part + e - self.lead
+                    tap, channel = divmod(at, self.problem.channels)
+                    inside = 0 <= at < self.run
+                    found.append((row * self.line.taps + tap, channel) if inside else None)
+        return (*found, *[None] * (self.w_tiles * self.chunk - len(found)))
+
+    def weights(self) -> Tensor:
+        """The problem's constant weights in this order: [rows of 128 bytes, features, elements]."""
+        shared = self.down.taps // 2 if self.across_rows else 0
+        order = Order(self.part, self.parts, self.lead, self.run, shared, self.run_chunks > 1)
+        return weights(self.problem, order, self.w_tiles, self.chunk)
+
+    # ---- rows ----------------------------------------------------------------------------------
+
+    @cached_property
+    def hops(self) -> tuple[int, int]:
+        """Positions between two tiles along the first line and down."""
+        n = [c * line.hop for c, line in zip(self.cells, self.problem.lines, strict=True)]
+        return n[0], n[1] if len(n) > 1 else 1
+
+    @property
+    def advance(self) -> int:
+        """Rows of input by which a tile goes on."""
+        return self.hops[1] * self.down.stride
+
+    @property
+    def slot_rows(self) -> int:
+        """Rows of a slot: two, so that few are filled that a tile does not read."""
+        return 2 if self.extent > self.advance and self.advance % 2 == 0 else self.advance
+
+    @property
+    def spent(self) -> int:
+        """Slots by which a tile goes on."""
+        return self.advance // self.slot_rows
+
+    @property
+    def extent(self) -> int:
+        """Rows of input that a tile reads."""
+        d = self.down
+        return (self.patch_rows - 1) * d.stride + (d.taps - 1) * d.dilation + 1
+
+    @property
+    def units(self) -> int:
+        """Slots that a tile reads."""
+        return ceil(self.extent / self.slot_rows)
+
+    @property
+    def part_step(self) -> int:
+        """Bytes between two parts of a row."""
+        return self.columns * PART_BYTES
+
+    @property
+    def row_step(self) -> int:
+        return self.parts * self.part_step
+
+    @property
+    def x_slot(self) -> int:
+        return up(self.slot_rows * self.row_step, 128)
+
+    @property
+    def zero_bytes(self) -> int:
+        """Of zeros that are the other half of a pair."""
+        return self.part_step if any(second is None for _, second in self.pairs) else 0
+
+    # ---- rows as they lie in memory ------------------------------------------------------------
+
+    @cached_property
+    def origin(self) -> int:
+        """Element of a row of memory that the first position's run begins with."""
+        lead = 0 if self.carried else self.line.lead
+        return (-self.line.pad - lead * self.line.stride) * self.problem.channels
+
+    @cached_property
+    def copy_bytes(self) -> int:
+        """Of one copy of a row from memory; less than 4: element by element."""
+        p, size = self.problem, self.problem.size
+        steps = [p.x_offset, self.line.size * p.channels, *(x.step for x in p.lines[1:])]
+        if self.tiles[0] > 1:
+            steps.append(self.hops[0] * self.line.stride * p.channels)
+        for n in (16, 8, 4):
+            if all(s * size % n == 0 for s in steps):
+                return n
+        return size
+
+    @property
+    def raw_before(self) -> int:
+        """Elements of a raw row before the first position's run, its lead included in the run."""
+        return (self.origin - self.lead) % (self.copy_bytes // self.problem.size)
+
+    @property
+    def step_bytes(self) -> int:
+        """Between the runs of two positions."""
+        return self.line.stride * self.problem.channels * self.problem.size
+
+    @property
+    def raw_row(self) -> int:
+        """Bytes of a row of input: what a patch's runs cover, and what is read past the last."""
+        runs = (self.config.patch[0] - 1) * self.step_bytes + self.run_parts * PART_BYTES
+        read = self.raw_before * self.problem.size + runs + 4
+        if self.whole_rows:
+            read = max(
+                read, self.line.size * self.problem.channels * self.problem.size - self.start
+            )
+        return up(read, 16)
+
+    @property
+    def start(self) -> int:
+        """Bytes from a row's first element to a raw row's."""
+        return (self.origin - self.lead - self.raw_before) * self.problem.size
+
+    @property
+    def whole_rows(self) -> bool:
+        """The copy engine brings rows: tiles are as wide as the input, which begins and ends with
+        whole parts."""
+        return self.tiles[0] == 1 and self.copy_bytes == PART_BYTES and self.start <= 0
+
+    @property
+    def raw_stages(self) -> int:
+        return RAW_STAGES[self.problem.size]
+
+    @property
+    def raw_aligned(self) -> int:
+        """Bytes that the runs of all positions are aligned to."""
+        return gcd(self.raw_before * self.problem.size, self.step_bytes, PART_BYTES)
+
+    @cached_property
+    def per_item(self) -> int:
+        return max(n for n in range(1, PER_ITEM + 1) if self.parts % n == 0)
+
+    # ---- pooling -------------------------------------------------------------------------------
+
+    @cached_property
+    def carried(self) -> bool:
+        """Windows of 3, every 2, from one before: folded in registers, the last row's part of the
+        next window handed from tile to tile."""
+        p, patch = self.problem, self.config.patch
+        wanted = [(3, 2, 1), (3, 2, 1), *[(1, 1, 0)] * (len(p.lines) - 2)]
+        return (
+            [(x.window, x.hop, x.lead) for x in p.lines] == wanted
+            and p.fold in ("max", "min")
+            and all(r.pooled for r in p.results)
+            and patch[0] >= p.lines[0].positions
+            and patch[1] % 2 == 0
+        )
+
+    @cached_property
+    def staged(self) -> bool:
+        return not self.carried and Geometry.staged.func(self)  # type: ignore[attr-defined]
+
+    @cached_property
+    def cells(self) -> tuple[int, ...]:
+        if self.carried:
+            return tuple(
+                p // x.hop for p, x in zip(self.config.patch, self.problem.lines, strict=True)
+            )
+        return Geometry.cells.func(self)  # type: ignore[attr-defined]
+
+    @property
+    def carry_bytes(self) -> int:
+        """That a warpgroup hands on."""
+        words = self.config.blocks * self.groups * (2 if self.wide else 1)
+        return words * 128 * 4 if self.carried else 0
+
+    # ---- sizes ---------------------------------------------------------------------------------
+
+    @property
+    def w_tiles(self) -> int:
+        return ceil(self.run_chunks * len(self.pairs) / STEPS_OF_ROW)
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.config.teams * self.config.split + 32 * LOADER_WARPS
+
+    @property
+    def work(self) -> int:
+        return prod(self.tiles) * self.feature_tiles
+
+    @property
+    def barriers(self) -> int:
+        groups = self.config.teams * self.config.split
+        return self.w_tiles + 2 * self.config.x_stages + self.raw_stages + 2 * groups
+
+    @property
+    def shared_bytes(self) -> int:
+        groups = self.config.teams * self.config.split
+        return (
+            ALIGNED
+            + self.w_tiles * self.w_bytes
+            + self.config.x_stages * self.x_slot
+            + groups * (up(self.tile_bytes, 128) + self.carry_bytes)
+            + up(self.zero_bytes, 128)
+            + self.raw_stages * self.slot_rows * self.raw_row
+            + 8 * self.barriers
+        )
+
+    # ---- what the kernel's text says -----------------------------------------------------------
+
+    @cached_property
+    def constants(self) -> dict[str, int]:
+        """Sizes of include/packed.cuh."""
+        d = self.down
+        return {
+            "SIZE": self.problem.size, "LEAD": self.lead, "RUN": self.run,
+            "RUN_CHUNKS": self.run_chunks,
+            "PARTS": self.parts, "PART_STEP": self.part_step, "ROW_STEP": self.row_step,
+            "SLOT": self.x_slot, "ADVANCE": self.advance, "SLOT_ROWS": self.slot_rows,
+            "UNITS": self.units, "DOWN_STRIDE": d.stride, "PAIRS": len(self.pairs),
+            "WEIGHTS": self.w_tiles,
+            "ZERO_BYTES": up(self.zero_bytes, 128), "RAW_STAGES": self.raw_stages,
+            "RAW_ROW": self.raw_row, "RAW_BEFORE": self.raw_before,
+            "RAW_ALIGNED": self.raw_aligned, "COPY": self.copy_bytes, "PER_ITEM": self.per_item,
+            "AT_ONCE": AT_ONCE, "WHOLE_ROWS": int(self.whole_rows),
+            "STEP": self.step_bytes, "LOADER_WARPS": LOADER_WARPS,
+            "ROW_ELEMENTS": self.line.size * self.problem.channels, "ROWS": d.size,
+            "X_OFFSET": self.problem.x_offset, "ORIGIN": self.origin - self.lead - self.raw_before,
+            "TILE_ELEMENTS": self.hops[0] * self.line.stride * self.problem.channels,
+            "ROW_ORIGIN": -d.pad - d.lead * d.stride * (not self.carried),
+            "CARRIED": int(self.carried), "CARRY_BYTES": self.carry_bytes,
+            "POSITION_TILES": prod(self.tiles),
+        }  # fmt: skip
+
+    @cached_property
+    def tables(self) -> dict[str, list[int]]:
+        """For each pair: its row, its part, and the bytes from there to the second part (-1:
+        zeros). Then elements of memory between two elements of each line but the first."""
+        apart = []
+        for (row, j), second in self.pairs:
+            to = second and (second[0] - row) * self.row_step + (second[1] - j) * self.part_step
+            apart.append(-1 if to is None else to)
+        steps = [x.step for x in self.problem.lines[1:]]
+        return {
+            "PAIR_ROW": [row * self.down.dilation for (row, _), _ in self.pairs],
+            "PAIR_PART": [j for (_, j), _ in self.pairs],
+            "PAIR_APART": apart,
+            "X_STEP": steps + [0] * (3 - len(steps)),
+        }
+
+
+def narrow(problem: Problem) -> bool:
+    """Channels too few for the copy engine, which fetches 16 bytes at a time."""
+    return problem.channels * problem.size % PART_BYTES > 0
+
+
+def geometry(problem: Problem, config: Config) -> Geometry:
+    """The tile of a kernel, in the form that its channels allow."""
+    return PackedGeometry(problem, config) if narrow(problem) else Geometry(problem, config)

@@ -1,0 +1,301 @@
+// The engine's PTX functions for the host: a program is a thread for each of its threads, shared
+// memory an array. What the hardware does at its leisure is done late where that can be seen: copies
+// by threads land when they are waited for. Unaligned and outside accesses, too many arrivals and
+// waits that never end stop the run with a message.
+#pragma once
+#include <onchip/half.cuh>
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#define DEVICE static inline
+#define __global__
+#define __shared__
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+struct uint2 { u32 x, y; };
+struct uint4 { u32 x, y, z, w; };
+struct float4 { float x, y, z, w; };
+DEVICE uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+DEVICE uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+DEVICE float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+using std::max;
+using std::min;
+struct Dim { int x; };
+static thread_local Dim threadIdx, blockIdx;
+static Dim gridDim, blockDim;
+
+// A tensor map: elements between neighbours, all innermost first.
+struct TensorMap {
+    char* base;
+    int rank, size;
+    long long extent[5], step[5];
+    int box[5];
+};
+
+// ---- shared memory -----------------------------------------------------------------------------
+
+constexpr u32 FIRST = 1024, BYTES = 227 << 10;
+alignas(1024) static unsigned char shared_bytes[FIRST + BYTES];
+namespace packed { unsigned char memory[1]; }
+
+[[noreturn]] static void stop(const char* what, u32 n) {
+    std::printf("%s %u: program %d, thread %d\n", what, n, blockIdx.x, threadIdx.x);
+    std::fflush(stdout);
+    std::_Exit(3);
+}
+static unsigned char* bytes_at(u32 at, u32 n, u32 aligned) {
+    if (at < FIRST || at + n > FIRST + BYTES) stop("outside of shared memory at", at);
+    if (at % aligned) stop("unaligned access at", at);
+    return shared_bytes + at;
+}
+template <class T> static T& shared(u32 at) { return *(T*)bytes_at(at, sizeof(T), sizeof(T)); }
+static u32 permuted(u32 at) { return at ^ (at >> 7 & 7) << 4; }
+static u32 shared_address(const void*) { return FIRST + 16; }
+
+// ---- threads meet ------------------------------------------------------------------------------
+
+constexpr auto LONGEST = std::chrono::seconds(30);
+
+struct Meeting {
+    std::mutex lock;
+    std::condition_variable changed;
+    int here = 0;
+    u64 round = 0;
+    void wait(int all, const char* what) {
+        std::unique_lock<std::mutex> held(lock);
+        const u64 mine = round;
+        if (++here == all) {
+            here = 0, round++;
+            changed.notify_all();
+        } else if (!changed.wait_for(held, LONGEST, [&] { return round != mine; })) {
+            stop(what, 0);
+        }
+    }
+};
+static Meeting named[16], warps[32], everyone;
+static u32 exchanged[32][32];
+DEVICE void __syncwarp() { warps[threadIdx.x / 32].wait(32, "a warp does not meet"); }
+DEVICE void __syncthreads() { everyone.wait(blockDim.x, "a program does not meet"); }
+DEVICE void group_barrier(int id, int threads) { named[id].wait(threads, "a group does not meet"); }
+template <class T> static T __shfl_sync(u32, T v, int from) {
+    const int warp = threadIdx.x / 32;
+    std::memcpy(&exchanged[warp][threadIdx.x % 32], &v, 4);
+    __syncwarp();
+    std::memcpy(&v, &exchanged[warp][from % 32], 4);
+    __syncwarp();
+    return v;
+}
+DEVICE u32 __funnelshift_r(u32 low, u32 high, u32 n) {
+    return (u32)(((u64)high << 32 | low) >> (n & 31));
+}
+
+struct Barrier {
+    std::mutex lock;
+    std::condition_variable changed;
+    int arrivals = 0, wanted = 0;
+    long bytes = 0;
+    u64 round = 0;
+    void step(int arrived, long more) {
+        std::lock_guard<std::mutex> held(lock);
+        wanted -= arrived, bytes += more;
+        if (wanted < 0) stop("too many arrivals", (u32)-wanted);
+        if (wanted || bytes) return;
+        wanted = arrivals, round++;
+        changed.notify_all();
+    }
+};
+static Barrier barriers[(FIRST + BYTES) / 8];
+static Barrier& barrier_at(u32 at) { return bytes_at(at, 8, 8), barriers[at / 8]; }
+DEVICE void barrier_init(u32 at, int arrivals) {
+    Barrier& b = barrier_at(at);
+    b.arrivals = b.wanted = arrivals, b.bytes = 0, b.round = 0;
+}
+DEVICE void barrier_arrive(u32 at) { barrier_at(at).step(1, 0); }
+DEVICE void barrier_expect(u32 at, int bytes) { barrier_at(at).step(1, bytes); }
+DEVICE void barrier_wait(u32 at, u32 parity) {
+    Barrier& b = barrier_at(at);
+    std::unique_lock<std::mutex> held(b.lock);
+    if (!b.changed.wait_for(held, LONGEST, [&] { return (b.round & 1) != parity; }))
+        stop("an endless wait at", at);
+}
+DEVICE void barriers_ready() {}
+DEVICE void publish() {}
+DEVICE void wait_for_launch_before() {}
+DEVICE void start_next_launch() {}
+
+// ---- copies ------------------------------------------------------------------------------------
+
+template <class F> static void each_element(const TensorMap* m, u32 at, const int (&c)[5], F f) {
+    long long n = 1;
+    for (int i = 0; i < m->rank; i++) n *= m->box[i];
+    for (long long k = 0; k < n; k++) {
+        long long rest = k, offset = 0;
+        bool inside = true;
+        for (int i = 0; i < m->rank; i++) {
+            const long long x = c[i] + rest % m->box[i];
+            rest /= m->box[i];
+            inside = inside && x >= 0 && x < m->extent[i];
+            offset += x * m->step[i];
+        }
+        f(bytes_at(permuted((u32)(at + k * m->size)), m->size, m->size), inside ? m->base + offset : nullptr);
+    }
+}
+DEVICE void prefetch(const TensorMap*) {}
+template <int RANK>
+DEVICE void load_box(u32 to, const TensorMap* m, u32 full, const int (&c)[5]) {
+    long n = 0;
+    each_element(m, to, c, [&](unsigned char* here, char* there) {
+        if (there) std::memcpy(here, there, m->size);
+        else std::memset(here, 0, m->size);
+        n += m->size;
+    });
+    barrier_at(full).step(0, -n);
+}
+template <int RANK>
+DEVICE void store_box(const TensorMap* m, u32 from, const int (&c)[5]) {
+    each_element(m, from, c, [&](unsigned char* here, char* there) {
+        if (there) std::memcpy(there, here, m->size);
+    });
+}
+DEVICE void stores_commit() {}
+template <int LEFT> DEVICE void stores_wait_read() {}
+
+struct Copy {
+    u32 to, bytes;
+    char value[16];
+};
+static thread_local std::vector<std::vector<Copy>> copies;
+static thread_local std::vector<Copy> copies_now;
+static const char *copied_from, *copied_to;  // the tensor that threads copy
+template <int N>
+DEVICE void copy_ahead(u32 to, const void* from, int there) {
+    Copy c{to, N, {}};
+    if ((u64)from % N) stop("an unaligned copy to", to);
+    if (there && (from < copied_from || (const char*)from + there > copied_to))
+        stop("a copy from outside to", to);
+    std::memcpy(c.value, from, there);
+    copies_now.push_back(c);
+}
+DEVICE void copy_run(u32 to, const void* from, int bytes, u32 full) {
+    if ((u64)from % 16 || bytes % 16) stop("an unaligned copy to", to);
+    if (from < copied_from || (const char*)from + bytes > copied_to) stop("a copy from outside to", to);
+    std::memcpy(bytes_at(to, bytes, 16), from, bytes);
+    barrier_at(full).step(0, -bytes);
+}
+DEVICE void copies_commit() {
+    copies.push_back(copies_now);
+    copies_now.clear();
+}
+template <int LEFT> DEVICE void copies_wait() {
+    while (copies.size() > LEFT) {
+        for (const Copy& c : copies.front()) std::memcpy(bytes_at(c.to, c.bytes, c.bytes), c.value, c.bytes);
+        copies.erase(copies.begin());
+    }
+}
+
+// ---- products ----------------------------------------------------------------------------------
+
+// These three are of a whole warp, which they bring together.
+DEVICE void products_fence() { __syncwarp(); }
+DEVICE void products_commit() { __syncwarp(); }
+template <int LEFT> DEVICE void products_wait() { __syncwarp(); }
+template <int ROW>
+DEVICE u64 operand(u32 at, int apart) {
+    static_assert(ROW == 128, "rows of 128 bytes");
+    return (u64)(at >> 4) | (u64)(apart >> 4) << 32 | 1ull << 62;
+}
+DEVICE u64 plain_operand(u32 at, u32 apart) {
+    if (at % 16 || apart % 16 || apart >> 18) stop("an operand at", at);
+    return (u64)(at >> 4) | (u64)(apart >> 4) << 16 | (u64)(128 >> 4) << 32;
+}
+// One element of an operand, by its descriptor (PTX ISA, "Matrix Descriptor", K-major layouts).
+template <char KIND>
+static float element(u64 descriptor, int row, int k) {
+    constexpr int SIZE = KIND == 't' ? 4 : 2;
+    const u32 base = (descriptor & 0x3FFF) << 4, leading = (descriptor >> 16 & 0x3FFF) << 4;
+    const u32 group = base + row / 8 * ((u32)(descriptor >> 32 & 0x3FFF) << 4), byte = k * SIZE;
+    const u32 at = descriptor >> 62 ? permuted(group + row % 8 * 128 + byte)
+                                    : group + row % 8 * 16 + byte / 16 * leading + byte % 16;
+    if constexpr (KIND == 't') return shared<float>(at);
+    else return KIND == 'b' ? onchip::from_bf16(shared<u16>(at)) : onchip::from_fp16(shared<u16>(at));
+}
+// This thread's sums of 64 rows by 2 * HALF columns, 32 bytes deep.
+template <char KIND, int HALF>
+static void multiply_here(float (&d)[HALF], u64 a, u64 b, u32 add) {
+    constexpr int DEEP = KIND == 't' ? 8 : 16;
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    for (int i = 0; i < HALF; i++) {
+        const int row = 16 * warp + 8 * (i / 2 % 2) + lane / 4, column = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+        float sum = add ? d[i] : 0.f;
+        for (int k = 0; k < DEEP; k++) sum += element<KIND>(a, row, k) * element<KIND>(b, column, k);
+        d[i] = sum;
+    }
+}
+
+// ---- tiles in shared memory --------------------------------------------------------------------
+
+static void put_matrices(u32 at, int n, const u32* words) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    exchanged[warp][lane] = at;
+    __syncwarp();
+    for (int q = 0; q < n; q++)
+        for (int e = 0; e < 2; e++)
+            shared<u16>(exchanged[warp][8 * q + 2 * (lane % 4) + e] + lane / 4 * 2) = words[q] >> 16 * e;
+    __syncwarp();
+}
+DEVICE void store_matrices(u32 at, u32 a, u32 b, u32 c, u32 d) {
+    const u32 words[] = {a, b, c, d};
+    put_matrices(at, 4, words);
+}
+DEVICE void store_matrices(u32 at, u32 a, u32 b) {
+    const u32 words[] = {a, b};
+    put_matrices(at, 2, words);
+}
+DEVICE void store_word(u32 at, u32 v) { shared<u32>(at) = v; }
+DEVICE u32 load_word(u32 at) { return shared<u32>(at); }
+DEVICE void store_half(u32 at, u32 v) { shared<u16>(at) = v; }
+DEVICE void store_part(u32 at, uint4 v) { std::memcpy(bytes_at(at, 16, 16), &v, 16); }
+DEVICE uint4 load_part(u32 at) {
+    uint4 v;
+    std::memcpy(&v, bytes_at(at, 16, 16), 16);
+    return v;
+}
+DEVICE void load_words(u32 at, u32& a, u32& b) {
+    bytes_at(at, 8, 8);
+    a = load_word(at), b = load_word(at + 4);
+}
+
+// ---- element types -----------------------------------------------------------------------------
+
+DEVICE float bf16_float(u32 x) { return onchip::from_bf16(x); }
+DEVICE float fp16_float(u32 x) { return onchip::from_fp16(x); }
+DEVICE u32 pack_bf16(float low, float high) { return onchip::to_bf16(low) | (u32)onchip::to_bf16(high) << 16; }
+DEVICE u32 pack_fp16(float low, float high) { return onchip::to_fp16(low) | (u32)onchip::to_fp16(high) << 16; }
+DEVICE u32 rounded_tf32(u32 x) { return (x & 0x7F800000) == 0x7F800000 ? x : (x + 0x1000) & ~0x1FFFu; }
+DEVICE float larger(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }
+DEVICE float smaller(float a, float b) { return a != a ? a : b != b ? b : a < b ? a : b; }
+
+// ---- what the packed form does not use ---------------------------------------------------------
+
+static u32 unused() { stop("no host version of this function", 0); }
+DEVICE u32 cluster_rank() { return unused(); }
+DEVICE void cluster_barrier() { unused(); }
+DEVICE void barrier_arrive_at(u32, u32) { unused(); }
+DEVICE void barrier_release_at(u32, u32) { unused(); }
+DEVICE void barrier_acquire(u32, u32) { unused(); }
+template <int RANK>
+DEVICE void spread_box(u32, const TensorMap*, u32, const int (&)[5], u16) { unused(); }
+DEVICE void load_matrices(u32, u32&, u32&, u32&, u32&) { unused(); }
+DEVICE void load_matrices(u32, u32&, u32&) { unused(); }
+DEVICE void store_four(u32, float, float, float, float) { unused(); }
+DEVICE float4 load_four_of(u32, u32) { return unused(), float4{}; }
