@@ -68,6 +68,8 @@ ENGINE = {
     "engine, two results and a residual": ("two_results_and_a_residual", 0),
     "engine, element by element": ("element_by_element", 0),
     "engine, batches": ("batched", 0),
+    "engine, few channels": ("stem", 0),
+    "engine, few channels, tf32": ("stem_single", 0),
 }
 VARIANTS = 2  # of each case: the sanitizer makes a kernel some hundred times slower
 

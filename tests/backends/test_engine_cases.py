@@ -11,6 +11,7 @@ from tests.gpu.engine_cases import CASES, FEW, Prepared, prepare
 
 from onchip.backends.cuda.geometry import Geometry
 from onchip.backends.cuda.limits import refusal
+from onchip.backends.cuda.packed import PackedGeometry
 
 prepared = cache(lambda name: prepare(CASES[name]))
 
@@ -26,6 +27,12 @@ def test_every_configuration_is_possible(name):
 def facts(p: Prepared, g: Geometry) -> Iterator[str]:
     """The branches of the device code that a kernel takes, in words."""
     c, q = g.config, g.problem
+    if isinstance(g, PackedGeometry):
+        yield f"packed, {q.kind}, {'windows handed on' if g.carried else 'no windows handed on'}"
+        yield f"packed, {c.teams} teams"
+        yield f"packed, rows of {'several chunks' if g.run_chunks > 1 else 'one chunk'}"
+        yield f"packed, pairs {'across rows' if g.across_rows else 'of a row'}"
+        return  # another main loop
     yield q.kind
     yield f"along {c.along}"
     yield f"rows of {c.row_bytes} bytes"
@@ -101,6 +108,12 @@ WANTED = [
     "strides", "dilation", "padding on one side", "many taps",
     "channels fill up", "features fill up", "fewer features than a block", "positions fill up",
     "a line longer than a copy", "an input that begins elsewhere",
+    *(f"packed, {kind}, {windows}windows handed on" for kind, windows in (
+        ("bf16", ""), ("tf32", ""), ("bf16", "no "), ("fp16", "no "),
+    )),
+    *(f"packed, {n} teams" for n in (1, 2, 3, 4)),
+    "packed, rows of one chunk", "packed, rows of several chunks",
+    "packed, pairs across rows", "packed, pairs of a row",
     *(f"two tiles or more for each of {n} teams" for n in (1, 2, 3, 4)),
     *(f"the same, cluster of {n}" for n in (2, 4)),
 ]  # fmt: skip

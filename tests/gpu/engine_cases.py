@@ -17,9 +17,10 @@ from tests.modules import Fn
 from torch import nn
 from torch.nn import functional as F
 
+from onchip.backends.cuda import model, packed_model
 from onchip.backends.cuda.form import problem_of
 from onchip.backends.cuda.geometry import Geometry
-from onchip.backends.cuda.model import configurations
+from onchip.backends.cuda.packed import geometry, narrow
 from onchip.backends.cuda.problem import Config, Problem
 from onchip.capture import capture
 from onchip.capture.cleanup import constant_tensors
@@ -215,6 +216,48 @@ def single():
 def single_pooled():
     own = conv(40, 100, 3, padding=1, dtype=FP32)
     return S(own, nn.MaxPool2d(2)), image(1, 40, 12, 10, dtype=FP32)
+
+
+# ---- few channels: the packed form ---------------------------------------------------------------
+
+
+@case(
+    Config((16, 2, 1), 0, teams=2, x_stages=7),  # rows are handed on
+    Config((16, 2, 1), 0, teams=3, x_stages=6),
+    Config((16, 4, 1), 0, x_stages=8),
+    first=4,
+)
+def stem():
+    own = conv(3, 64, 7, stride=2, padding=3)
+    return S(own, nn.ReLU(), nn.MaxPool2d(3, 2, 1)), image(2, 3, 29, 32)
+
+
+@case(Config((16, 2, 1), 0, teams=2, x_stages=7))
+def stem_single():
+    own = conv(3, 40, 7, stride=2, padding=3, dtype=FP32)
+    return S(own, nn.ReLU(), nn.MaxPool2d(3, 2, 1)), image(2, 3, 20, 30, dtype=FP32)
+
+
+@case(Config((16, 2, 1), 0, split=2, teams=2, x_stages=6))
+def three_channels_disjoint_windows():
+    return S(conv(3, 128, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)), image(3, 3, 12, 16)
+
+
+@case(Config((8, 3, 1), 0, teams=2, x_stages=6))
+def three_channels_odd():
+    return S(conv(3, 33, 5, stride=2, padding=2), nn.ReLU()), image(2, 3, 19, 17)
+
+
+@case(Config((16, 2, 1), 0, teams=2, x_stages=6))
+def two_channels_half():
+    own = conv(2, 64, 4, padding=1, dtype=FP16)
+    return S(own, nn.ReLU()), image(2, 2, 11, 15, dtype=FP16)
+
+
+@case(first=3)
+def wave_512_taps():
+    own = conv(1, 128, (512, 1), stride=(4, 1), padding=(254, 0))
+    return S(own, nn.ReLU(), nn.MaxPool2d((2, 1))), image(3, 1, 1024, 1)
 
 
 # ---- windows through shared memory ---------------------------------------------------------------
@@ -426,12 +469,13 @@ class Prepared:
     @cached_property
     def configs(self) -> list[Config]:
         """Picked by hand, then the model's first ones."""
-        found = configurations(self.problem, FEW)
+        choices = packed_model if narrow(self.problem) else model
+        found = choices.configurations(self.problem, FEW)
         assert isinstance(found, list), f"{self.case.name}: {found}"
         return [*dict.fromkeys([*self.case.configs, *found[: self.case.first]])]
 
     def geometry(self, config: Config) -> Geometry:
-        return Geometry(self.problem, config)
+        return geometry(self.problem, config)
 
     def candidate(self, config: Config) -> Candidate:
         """The kernel's text; AssertionError with the reason if it is refused."""
