@@ -1,14 +1,15 @@
-"""Times of a region's generated Triton kernels, variant by variant, without the planner.
+"""Times of a region's generated GPU kernels, variant by variant, without the planner.
 
     PYTHONPATH=src python3 bench/gpu/kernels.py CASE... [options]
 
-CASE: a regular expression for pipelines of the suites `memory` and `gpu`, or a MODEL
-(pipeline:softmax:16384x4096) with --dtype. All variants are built side by side, checked against
-float64 with poisoned outputs, and timed by onchip.report.bench_replay beside eager and Inductor. A
-variant that fails is a row. One that breaks or hangs the process (an illegal address ends every
-later CUDA call) is a row as well: the rest runs in a new process. Results go to $OUT/kernels.json.
-Exit code 1: a case has no correct variant. On a machine without a GPU, or with --no-run, the
-variants are written, built and listed only.
+CASE: a regular expression for pipelines and layers of the suites `memory`, `gpu` and `engine`, or a
+MODEL (pipeline:softmax:16384x4096) with --dtype. --generator says whose variants: Triton's, the
+tensor-core engine's (cuda), or those that the planner has for the GPU, in its order (auto). All are
+built side by side, checked against float64 with poisoned outputs, and timed by
+onchip.report.bench_replay beside eager and Inductor. A variant that fails is a row. One that breaks
+or hangs the process (an illegal address ends every later CUDA call) is a row as well: the rest runs
+in a new process. Results go to $OUT/kernels.json. Exit code 1: a case has no correct variant. On a
+machine without a GPU, or with --no-run, the variants are written, built and listed only.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))  # this repository, for bench.gpu
 sys.path.insert(0, str(HERE.parents[1] / "src"))
 
+PIECES = ("pipeline:", "layer:")  # how models begin that may be one region
 QUIET_S, BUILD_S = 150, 600  # a child without progress for so long hangs
 MOST_RESTARTS = 40
 RESTART = 75  # exit code of a child whose CUDA context is lost
@@ -44,8 +46,14 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     p.add_argument("--tiles", default="", help="tiles of the root in place of the proposed ones: "
                    "1x4096,2x4096")  # fmt: skip
     p.add_argument("--set", action="append", default=[], metavar="OPTION=V1,V2",
-                   help="values for a field of triton.source.Options: --set warps=4,8 --set "
-                   "fold_block=4096")  # fmt: skip
+                   help="values for a field of triton.source.Options (--set warps=4,8) or of the "
+                   "engine's Config (--set x_stages=2,3 --set patch=8x7x1,8x14x1)")  # fmt: skip
+    p.add_argument(
+        "--generator",
+        choices=("triton", "cuda", "auto"),
+        default="auto",
+        help="whose variants (default auto: what the planner has on this GPU)",
+    )
     p.add_argument("--peers", choices=("none", "eager", "all"), default="all")
     p.add_argument("--device", default="h200", help="that kernels are for, without a GPU")
     p.add_argument("--no-run", action="store_true", help="build and list only")
@@ -211,7 +219,10 @@ def chosen(options: argparse.Namespace) -> list[Any]:
     from onchip.report.bench_suites import SUITES, Case
 
     out: list[Any] = []
-    known = [c for c in (*SUITES["memory"], *SUITES["gpu"]) if c.model.startswith("pipeline:")]
+    suites = (*SUITES["memory"], *SUITES["gpu"], *SUITES["engine"])
+    # a case of two suites is one
+    pieces = {(c.name, c.dtype): c for c in reversed(suites) if c.model.startswith(PIECES)}
+    known = list(reversed(pieces.values()))
     for text in options.cases:
         found = [c for c in known if re.search(text, f"{c.name} {c.dtype}")]
         if not found and ":" in text:

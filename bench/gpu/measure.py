@@ -13,11 +13,10 @@ import torch
 from bench.gpu import region
 from bench.gpu.region import Sets, Subject, Sweep
 
-from onchip.backends.triton.build import build_all
-from onchip.backends.triton.source import Options
-from onchip.fusion.machine import GPUS
+from onchip.backends.cuda.source import CudaSource
+from onchip.fusion.machine import GPUS, HOPPER
 from onchip.planning.candidates import Candidate
-from onchip.planning.generators import triton
+from onchip.planning.generators import cuda, triton
 from onchip.planning.plan import Kernel
 from onchip.report import bench_replay as replay
 from onchip.report.bench_suites import Case
@@ -43,9 +42,7 @@ class Bench:
         rows = [e["row"] for e in entries if "row" in e]
         self.done = {(r["case"], r["variant"]): r for r in rows}
         self.complete = {e["final"]["case"] for e in entries if "final" in e}
-        device = torch.device("cuda")
-        own = triton.for_device(device) if run else triton.for_gpu(GPUS[options.device])
-        self.generator = own
+        self.generator = generator_of(options, run)
         self.built: dict[Candidate, Any] = {}
         self.gbs = 0.0
 
@@ -92,7 +89,8 @@ class Bench:
         self.options.sources.mkdir(parents=True, exist_ok=True)
         for label, c in s.candidates.items():
             safe = "".join(x if x.isalnum() else "_" for x in f"{title(s.case)} {label}")
-            (self.options.sources / f"{safe[:200]}.py").write_text(c.source.text)
+            ending = "cu" if isinstance(c.source, CudaSource) else "py"
+            (self.options.sources / f"{safe[:200]}.{ending}").write_text(c.source.text)
 
     def build(self, subjects: list[Subject]) -> None:
         """Everything in one call, so that all cores are busy; what can't be built is a row."""
@@ -103,7 +101,7 @@ class Bench:
             if not self.done.get((title(s.case), label), {}).get("error")
         ]
         self.note(building=len(todo))
-        all_built = build_all([c.source for *_, c in todo], self.generator.gpu)
+        all_built = region.build_all([c for *_, c in todo], self.generator.gpu)
         for (s, label, c), made in zip(todo, all_built, strict=True):
             if isinstance(made, Exception):
                 self.row(s, label, error=short(f"not built: {made}"))
@@ -234,16 +232,30 @@ def _quietly(f: Any, inputs: tuple[Any, ...]) -> Any:
         return f(*inputs)
 
 
+def generator_of(options: argparse.Namespace, run: bool) -> region.Generator:
+    """Whose variants are wanted, for the GPU of this machine or the one that is named. SystemExit
+    if there is no such generator for it."""
+    device = torch.device("cuda")
+    gpu = triton.gpu_of(device) if run else GPUS[options.device]
+    engine = gpu.capability == HOPPER
+    if options.generator == "cuda" and not engine:
+        raise SystemExit(f"the engine is for sm_{HOPPER}, and {gpu.name} is sm_{gpu.capability}")
+    if options.generator == "triton" or not engine:
+        return triton.for_device(device) if run else triton.for_gpu(gpu)
+    alone = options.generator == "cuda"
+    return cuda.for_device(device, alone) if run else cuda.for_gpu(gpu, alone)
+
+
 def sweep(options: argparse.Namespace) -> Sweep:
+    """SystemExit if a field is none of either kind of variant."""
     tiles = tuple(tuple(map(int, t.split("x"))) for t in options.tiles.split(",") if t)
     fields = []
     for text in options.set:
         name, _, values = text.partition("=")
-        kind = type(getattr(Options(), name))
-        if kind is bool:
-            fields.append((name, tuple(v.lower() in ("1", "true") for v in values.split(","))))
-        else:
-            fields.append((name, tuple(kind(v) for v in values.split(","))))
+        if name not in region.FIELDS:
+            known = ", ".join(sorted(region.FIELDS))
+            raise SystemExit(f"--set {text}: there is no field {name!r}; there are {known}")
+        fields.append((name, tuple(map(region.FIELDS[name], values.split(",")))))
     return Sweep(tiles, tuple(fields))
 
 

@@ -1,4 +1,4 @@
-"""One case of bench/gpu/kernels.py: a MODEL as one region, its Triton variants, and their memory.
+"""One case of bench/gpu/kernels.py: a MODEL as one region, its generated variants, their memory.
 
 No planner takes part: the whole graph is one region, or the case says why it can't be.
 """
@@ -7,24 +7,31 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
-from onchip.backends.triton.source import Variant
+from onchip.backends.cuda import build as engine_build
+from onchip.backends.cuda.problem import Config
+from onchip.backends.cuda.source import CudaSource
+from onchip.backends.nvidia.build import Built
+from onchip.backends.triton import build as triton_build
+from onchip.backends.triton.source import Options, Variant
 from onchip.capture import Captured, capture, constant_tensors, fold_batch_norm
 from onchip.capture.containers import flatten
 from onchip.capture.schema import is_view
-from onchip.errors import OnchipError
+from onchip.errors import CompilerError, OnchipError
 from onchip.fusion.layout import choose_layouts, extent
+from onchip.fusion.machine import Gpu
 from onchip.fusion.nest import build_nest
 from onchip.fusion.refusal import Refusal
 from onchip.fusion.region import Region, region_of
 from onchip.ir.expr import Tensor
 from onchip.models import resolve
 from onchip.planning.candidates import Candidate, Context
+from onchip.planning.generators import cuda
 from onchip.planning.generators.triton import TritonGenerator
 from onchip.planning.values import torch_dtype
 from onchip.report import bench_replay as replay
@@ -33,19 +40,56 @@ from onchip.runtime.verify import relative_error
 
 GUARD = 4096  # bytes before and behind each output that must stay as they are
 POISON = 0xFF  # NaN in every floating-point type
-LABELLED = ("lanes", "warps")  # options that every label of a variant has
+# fields that every label of a variant has
+LABELLED = {Options: {"lanes", "warps"}, Config: {f.name for f in fields(Config)} - {"r_stages"}}
+
+Generator = TritonGenerator | cuda.CudaGenerator
+AnyVariant = Variant | cuda.Variant | cuda.NoVariant
+
+
+def _extents(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split("x")))
+
+
+def _yes(text: str) -> bool:
+    return text.lower() in ("1", "true")
+
+
+def _fields() -> dict[str, Callable[[str], Any]]:
+    """What can be swept, and how a value is read."""
+    found: dict[str, Callable[[str], Any]] = {f.name: int for f in fields(Config)}
+    for name in Options.__dataclass_fields__:
+        kind = type(getattr(Options(), name))
+        if kind in (bool, int, str):
+            found[name] = _yes if kind is bool else kind
+    return found | {"patch": _extents, "strip": int}
+
+
+FIELDS = _fields()
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What to try in place of the proposed variants' choices: tiles of the root, and values for
-    fields of Options. Empty: what the proposals have."""
+    """What to try in place of the proposed variants' choices: tiles of the root (of Triton's
+    variants), and values for fields of Options or of the engine's Config; a variant that has no
+    such field stays as it is. Empty: what the proposals have."""
 
     tiles: tuple[tuple[int, ...], ...] = ()
     fields: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
-    def variants(self, base: Variant) -> Iterator[tuple[str, Variant | Refusal]]:
+    def variants(self, base: AnyVariant) -> Iterator[tuple[str, AnyVariant | Refusal]]:
         """What comes of one proposal, by label."""
+        match base:
+            case cuda.NoVariant():
+                yield base.label, base
+            case cuda.Variant():
+                for label, config in self._chosen(base.config):
+                    v = replace(base, config=config)
+                    yield v.label + label, v
+            case Variant():
+                yield from self._nests(base)
+
+    def _nests(self, base: Variant) -> Iterator[tuple[str, Variant | Refusal]]:
         staged = tuple(st.staged for st in base.nest.stages)
         for tile in self.tiles or (base.nest.tile,):
             nest = base.nest
@@ -55,11 +99,30 @@ class Sweep:
                     yield f"tile {tile}", built
                     continue
                 nest = replace(built, before=nest.before)
-            for chosen in itertools.product(*(values for _, values in self.fields)):
-                more = dict(zip((name for name, _ in self.fields), chosen, strict=True))
-                v = Variant(nest, replace(base.options, **more))
-                unseen = (f"{k}={x}" for k, x in more.items() if k not in LABELLED)
-                yield ", ".join([v.label, *unseen]), v
+            for label, options in self._chosen(base.options):
+                v = Variant(nest, options)
+                yield v.label + label, v
+
+    def _chosen(self, base: Any) -> Iterator[tuple[str, Any]]:
+        """Choices with all combinations of the fields that they have, and what their labels would
+        not show."""
+        kind = type(base)
+        own = [(n, v) for n, v in self.fields if n in kind.__dataclass_fields__]
+        for chosen in itertools.product(*(values for _, values in own)):
+            more = dict(zip((name for name, _ in own), chosen, strict=True))
+            unseen = "".join(f", {k}={x}" for k, x in more.items() if k not in LABELLED[kind])
+            yield unseen, replace(base, **more)
+
+
+def build_all(candidates: Sequence[Candidate], gpu: Gpu) -> list[Built | CompilerError]:
+    """Every candidate, whatever it is written in; those that the planner would not time (spills),
+    too."""
+    made: dict[Candidate, Built | CompilerError] = {}
+    for build, engine in ((engine_build.build_all, True), (triton_build.build_all, False)):
+        some = [c for c in candidates if isinstance(c.source, CudaSource) is engine]
+        if some:
+            made |= zip(some, build([c.source for c in some], gpu), strict=True)
+    return [made[c] for c in candidates]
 
 
 @dataclass(eq=False)
@@ -82,7 +145,7 @@ class Subject:
         return sum(t.nbytes for t in (*self.region.inputs, *self.region.outputs))
 
 
-def prepare(case: Case, generator: TritonGenerator, sweep: Sweep) -> Subject:
+def prepare(case: Case, generator: Generator, sweep: Sweep) -> Subject:
     """Capture a case and write its variants. Raises OnchipError if it is no one region."""
     found = resolve(case.model, batch=case.batch, dtype=case.dtype)
     with torch.no_grad():
@@ -101,12 +164,13 @@ def prepare(case: Case, generator: TritonGenerator, sweep: Sweep) -> Subject:
     proposed = generator.variants(region, context)
     if isinstance(proposed, Refusal):
         raise OnchipError(f"{case.name}: {proposed}")
+    write: Callable[..., Candidate | Refusal] = generator.write  # it knows its own variants
     s = Subject(case, found.module, found.example_inputs, captured, region, context, {}, {})
     for base in proposed:
         for label, v in sweep.variants(base):
             if label in s.candidates or label in s.refused:
                 continue
-            made = v if isinstance(v, Refusal) else generator.write(s.region, v, s.context)
+            made = v if isinstance(v, Refusal) else write(s.region, v, s.context)
             if isinstance(made, Refusal):
                 s.refused[label] = str(made)
             else:

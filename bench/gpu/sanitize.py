@@ -1,13 +1,19 @@
 """Small kernels of each kind, launched once each, for compute-sanitizer (sanitize.sh).
 
-Sizes are odd on purpose: the last tile of each axis is cut. Exit code 1: a result is wrong or a
-kind has no kernel; what the sanitizer finds, it reports itself.
+    PYTHONPATH=src python3 bench/gpu/sanitize.py [REGEX]     of the kinds' names
+
+Sizes are odd on purpose: the last tile of each axis is cut. Kinds of the tensor-core engine begin
+with "engine" (Hopper GPUs only): kernels of tests/gpu/engine_cases.py. Exit code 1: a result is
+wrong, a kind has no kernel, or none matches; what the sanitizer finds, it reports itself.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,10 +21,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 import torch  # noqa: E402
 from bench.gpu import region  # noqa: E402
+from tests.gpu import engine_cases, engine_kernels  # noqa: E402
 
 from onchip.backends.nvidia.build import Built  # noqa: E402
 from onchip.backends.triton.build import build_all  # noqa: E402
 from onchip.errors import OnchipError  # noqa: E402
+from onchip.fusion.machine import HOPPER  # noqa: E402
 from onchip.planning.generators import triton  # noqa: E402
 from onchip.report.bench_suites import Case  # noqa: E402
 
@@ -42,22 +50,71 @@ CASES = (
     Case("pipeline:upsample:1x40x7x9:channels-last", dtype=BF16),
     Case("pipeline:upsample-3-taps:1x40x7x9:channels-last", dtype=BF16),
 )
+# (case, which of its configurations)
+ENGINE = {
+    "engine, teams without turns": ("pooled", 0),
+    "engine, teams in turns": ("pooled", 1),
+    "engine, teams, weights come by": ("pooled", 2),
+    "engine, two teams of two": ("features_256", 0),
+    "engine, K split in 2": ("features_256", 4),
+    "engine, K split in 8": ("features_256", 6),
+    "engine, input shared": ("features_256", 7),
+    "engine, weights shared": ("features_256", 9),
+    "engine, stride": ("strided", 0),
+    "engine, groups": ("groups", 0),
+    "engine, tf32": ("single", 0),
+    "engine, windows from shared memory": ("overlapping_pool", 0),
+    "engine, residual in place": ("residual", 0),
+    "engine, two results and a residual": ("two_results_and_a_residual", 0),
+    "engine, element by element": ("element_by_element", 0),
+    "engine, batches": ("batched", 0),
+    "engine, few channels": ("stem", 0),
+    "engine, few channels, tf32": ("stem_single", 0),
+}
 VARIANTS = 2  # of each case: the sanitizer makes a kernel some hundred times slower
 
 
 def main(pattern: str = "") -> int:
-    """Prints one line a case whose name matches."""
+    """Prints one line a kind whose name matches."""
     generator = triton.for_device(torch.device("cuda"))
-    bad = 0
-    for case in CASES:
-        if not re.search(pattern, case.name):
+    checks: dict[str, Callable[[], str]] = {c.name: partial(check, c, generator) for c in CASES}
+    if generator.gpu.capability == HOPPER:
+        names = [name for name in ENGINE if re.search(pattern, name)]
+        engine = cache(partial(built, names))
+        checks |= {name: partial(check_engine, name, engine) for name in ENGINE}
+    bad = seen = 0
+    for name, run in checks.items():
+        if not re.search(pattern, name):
             continue
+        seen += 1
         try:
-            text = check(case, generator)
-        except (OnchipError, RuntimeError) as error:
+            text = run()
+        except (OnchipError, RuntimeError, AssertionError) as error:
             text, bad = f"{type(error).__name__}: {error}", bad + 1
-        print(f"{case.name}: {text}", flush=True)
-    return 1 if bad else 0
+        print(f"{name}: {text}", flush=True)
+    if not seen:
+        print(f"no kind matches {pattern!r}: {', '.join(checks)}")
+    return 1 if bad or not seen else 0
+
+
+def built(names: Sequence[str]) -> dict[str, engine_kernels.Ready]:
+    """The engine's kinds, each with its one kernel, compiled in one call."""
+    found = []
+    for name in names:
+        case, n = ENGINE[name]
+        whole = engine_cases.CASES[case]
+        found.append(replace(whole, name=name, configs=whole.configs[n : n + 1], first=0))
+    return engine_kernels.ready([engine_cases.prepare(c) for c in found])
+
+
+def check_engine(name: str, engine: Callable[[], dict[str, engine_kernels.Ready]]) -> str:
+    """Runs one kernel of the engine; RuntimeError if a result is wrong."""
+    wrong = engine_kernels.problems(
+        engine()[name], 0, engine_kernels.launch, "cuda", [engine_cases.integers]
+    )
+    if wrong:
+        raise RuntimeError("; ".join(wrong))
+    return "1 right"
 
 
 def check(case: Case, generator: triton.TritonGenerator) -> str:

@@ -1,12 +1,13 @@
 """Benchmarks on a GPU, as far as they can be run without one: with the CPU in its place."""
 
 import contextlib
+import importlib.util
 import json
 import sys
 
 import pytest
 import torch
-from bench.gpu import kernels, region
+from bench.gpu import kernels, measure, region, sanitize
 
 from onchip.capture import capture
 from onchip.fusion.machine import GPUS
@@ -227,6 +228,58 @@ def test_variants_are_written_and_swept(sets):
     tiled = region.prepare(case, generator, region.Sweep(tiles=((2, 33),)))
     assert all("2x33" in label for label in tiled.candidates)
     assert tiled.candidates
+
+
+CONV = Case("pipeline:conv-relu-bn-pool:2x16x16x16:channels-last", dtype=torch.bfloat16)
+
+
+def options(*more: str):
+    return kernels.arguments([".", "--no-run", *more])
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("cuda") is None, reason="cuda-bindings is not installed"
+)
+def test_the_generator_says_whose_variants():
+    def labels(*more: str) -> list[str]:
+        chosen = options(*more)
+        generator = measure.generator_of(chosen, run=False)
+        return [*region.prepare(CONV, generator, measure.sweep(chosen)).candidates]
+
+    engine = [n for n in labels() if n.startswith("engine")]
+    assert engine
+    assert labels()[0] == engine[0]  # what --limit 1 and profile.sh take
+    assert labels("--generator", "cuda") == engine
+    assert {*labels("--generator", "triton")} == {*labels()} - {*engine}
+    swept = labels("--generator", "cuda", "--set", "x_stages=1,2", "--set", "patch=8x2x1")
+    assert len(swept) == len({*swept})
+    assert all("patch 8x2x1" in n for n in swept)
+    assert {n.partition(" chunks")[0][-1] for n in swept} == {"1", "2"}
+
+
+def test_what_can_not_be_chosen_is_said():
+    with pytest.raises(SystemExit, match="no field 'x_stage'"):
+        measure.sweep(options("--set", "x_stage=1"))
+    with pytest.raises(SystemExit, match="a100 is sm_80"):
+        measure.generator_of(options("--generator", "cuda", "--device", "a100"), run=False)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("cuda") is None or importlib.util.find_spec("triton") is None,
+    reason="cuda-bindings or triton is not installed: torch for CUDA brings both",
+)
+def test_each_candidate_is_built_by_its_own_compiler(monkeypatch):
+    s = region.prepare(CONV, measure.generator_of(options(), run=False), region.Sweep())
+    for module, name in ((region.engine_build, "engine"), (region.triton_build, "triton")):
+        monkeypatch.setattr(module, "build_all", lambda got, gpu, n=name: [(n, x) for x in got])
+    made = region.build_all([*s.candidates.values()], GPUS["h200"])
+    for (label, c), found in zip(s.candidates.items(), made, strict=True):
+        assert found == ("engine" if label.startswith("engine") else "triton", c.source)
+
+
+def test_kinds_of_the_engine_for_the_sanitizer_are_there():
+    for case, n in sanitize.ENGINE.values():
+        assert n < len(sanitize.engine_cases.CASES[case].configs)
 
 
 def test_pointers_are_inputs_outputs_and_workspace(sets):

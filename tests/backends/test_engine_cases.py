@@ -1,0 +1,128 @@
+"""The kernels that tests/gpu/test_engine.py runs on a GPU: each is possible, and between them they
+take every branch of the device code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+from tests.gpu.engine_cases import CASES, FEW, Prepared, prepare
+
+from onchip.backends.cuda.geometry import Geometry
+from onchip.backends.cuda.limits import refusal
+from onchip.backends.cuda.packed import PackedGeometry
+
+prepared = cache(lambda name: prepare(CASES[name]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_configuration_is_possible(name):
+    p = prepared(name)
+    for c in p.configs:
+        refused = refusal(p.geometry(c), FEW.shared_bytes)
+        assert refused is None, f"{c.label}: {refused}"
+
+
+def facts(p: Prepared, g: Geometry) -> Iterator[str]:
+    """The branches of the device code that a kernel takes, in words."""
+    c, q = g.config, g.problem
+    if isinstance(g, PackedGeometry):
+        yield f"packed, {q.kind}, {'windows handed on' if g.carried else 'no windows handed on'}"
+        yield f"packed, {c.teams} teams"
+        yield f"packed, rows of {'several chunks' if g.run_chunks > 1 else 'one chunk'}"
+        yield f"packed, pairs {'across rows' if g.across_rows else 'of a row'}"
+        return  # another main loop
+    yield q.kind
+    yield f"along {c.along}"
+    yield f"rows of {c.row_bytes} bytes"
+    for name in ("teams", "split", "blocks", "k_split", "x_shared", "w_shared"):
+        n = getattr(c, name)
+        yield f"{name} {n}"
+        if n > 1:
+            yield f"{name}, weights {'come by' if c.w_stages else 'stay'}"
+    if c.teams > 1:
+        yield f"teams {'with' if g.turns else 'without'} turns"
+    yield "several strips" if len(g.strips) > 1 else "one strip"
+    yield f"{len(q.lines)} lines"
+    yield f"{len(q.results)} results"
+    if g.tile_reads:
+        yield f"reads {'in place' if g.in_place else 'apart'}, {q.kind}"
+        yield f"{len(g.tile_reads)} reads"
+    if q.pools:
+        yield f"{q.fold} of windows {'staged' if g.staged else 'in registers'}, wide {g.wide}"
+        if c.k_split > 1:
+            yield "windows behind a split of K"
+        if any(x.lead for x in q.lines):
+            yield "windows that begin outside"
+    for r in q.results:
+        yield f"results of {r.tensor.dtype.size} bytes, {'tiles' if r.tile else 'elements'}"
+    yield f"{'weights laid out' if q.w_constant else 'weights as they lie'}, batch {q.batch > 1}"
+    for x in q.lines:
+        if x.stride > 1:
+            yield "strides"
+        if x.dilation > 1:
+            yield "dilation"
+        if x.pad and x.size + 2 * x.pad != (x.positions - 1) * x.stride + (
+            x.dilation * (x.taps - 1) + 1
+        ):
+            yield "padding on one side"
+        if x.taps > 16:
+            yield "many taps"
+    if q.channels % g.chunk:
+        yield "channels fill up"
+    if q.features % g.tile_features:
+        yield "features fill up"
+    if q.features < 64:
+        yield "fewer features than a block"
+    if any(n % m for n, m in zip((x.positions for x in q.lines), c.patch, strict=True)):
+        yield "positions fill up"
+    if g.pieces > c.x_shared:
+        yield "a line longer than a copy"
+    if q.x_offset:
+        yield "an input that begins elsewhere"
+    programs = prepared(p.case.name).candidate(c).source.programs
+    if c.k_split == 1 and g.work * c.cluster >= 2 * programs * c.teams:
+        yield f"two tiles or more for each of {c.teams} teams"
+        yield f"the same, cluster of {c.cluster}"
+
+
+WANTED = [
+    "bf16", "fp16", "tf32", "along 0", "along 1",
+    *(f"rows of {n} bytes" for n in (128, 64, 32)),
+    *(f"teams {n}" for n in (1, 2, 3, 4)), *(f"split {n}" for n in (1, 2, 4)),
+    "blocks 1", "blocks 2", *(f"k_split {n}" for n in (2, 5, 8)),
+    *(f"{who}_shared {n}" for who in "xw" for n in (2, 4)),
+    "teams, weights stay", "teams, weights come by",
+    "teams with turns", "teams without turns", "several strips", "one strip",
+    *(f"{n} lines" for n in (1, 2, 3, 4)), "1 results", "2 results",
+    "reads in place, bf16", "reads apart, bf16", "reads in place, tf32", "1 reads", "2 reads",
+    "max of windows in registers, wide False", "max of windows in registers, wide True",
+    "max of windows staged, wide False", "max of windows staged, wide True",
+    "sum of windows in registers, wide True", "sum of windows staged, wide True",
+    "windows behind a split of K", "windows that begin outside",
+    *(f"results of {n} bytes, tiles" for n in (2, 4)),
+    *(f"results of {n} bytes, elements" for n in (2, 4)),
+    "weights laid out, batch False", "weights laid out, batch True",
+    "weights as they lie, batch False", "weights as they lie, batch True",
+    "strides", "dilation", "padding on one side", "many taps",
+    "channels fill up", "features fill up", "fewer features than a block", "positions fill up",
+    "a line longer than a copy", "an input that begins elsewhere",
+    *(f"packed, {kind}, {windows}windows handed on" for kind, windows in (
+        ("bf16", ""), ("tf32", ""), ("bf16", "no "), ("fp16", "no "),
+    )),
+    *(f"packed, {n} teams" for n in (1, 2, 3, 4)),
+    "packed, rows of one chunk", "packed, rows of several chunks",
+    "packed, pairs across rows", "packed, pairs of a row",
+    *(f"two tiles or more for each of {n} teams" for n in (1, 2, 3, 4)),
+    *(f"the same, cluster of {n}" for n in (2, 4)),
+]  # fmt: skip
+
+
+def test_the_kernels_take_every_branch():
+    found = {
+        f for name in CASES for p in [prepared(name)] for c in p.configs
+        for f in facts(p, p.geometry(c))
+    }  # fmt: skip
+    missing = sorted(set(WANTED) - found)
+    assert not missing
