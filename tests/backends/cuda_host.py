@@ -57,7 +57,7 @@ def nvrtc_log(text: str) -> str:
     options = [b"--gpu-architecture=sm_90a", b"--std=c++17", f"-I{INCLUDE}".encode()]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     _, size = nvrtc.nvrtcGetProgramLogSize(program)
-    log = b" " * size
+    log = bytes(size + 1)  # of its own: one byte would be shared by all of Python
     nvrtc.nvrtcGetProgramLog(program, log)
     nvrtc.nvrtcDestroyProgram(program)
     failed = status != nvrtc.nvrtcResult.NVRTC_SUCCESS

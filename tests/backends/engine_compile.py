@@ -43,7 +43,7 @@ def compiled(text: str) -> Compiled:
     )  # fmt: skip
     (error,) = nvrtc.nvrtcCompileProgram(program, len(OPTIONS), OPTIONS)
     _, size = nvrtc.nvrtcGetProgramLogSize(program)
-    log = b" " * size
+    log = bytes(size + 1)  # of its own: one byte would be shared by all of Python
     nvrtc.nvrtcGetProgramLog(program, log)
     said = log.decode(errors="replace").strip("\0 \n")
     assert not int(error), said
