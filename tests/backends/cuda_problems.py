@@ -103,7 +103,8 @@ def sums(p: Problem, case: Case) -> np.ndarray:
     if not p.w_constant:
         flat = memory(case.values[p.w], case.strides[p.w])
         b, f, c = np.indices((p.batch, p.features, p.channels), sparse=True)
-        as_read = flat[p.w_offset + b * p.w_batch + f * p.w_step + c]
+        feature, channel = (1, p.w_step) if p.w_features_inner else (p.w_step, 1)
+        as_read = flat[p.w_offset + b * p.w_batch + f * feature + c * channel]
         np.testing.assert_array_equal(as_read, w.reshape(as_read.shape))
     names = "abcdefghijklmnop"
     positions, taps = names[: len(lines)], names[8 : 8 + len(lines)]

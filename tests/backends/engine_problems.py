@@ -11,7 +11,7 @@ from onchip.backends.cuda.problem import ACC, Line, Problem, Read, Result
 from onchip.ir.dtype import DType
 from onchip.ir.expr import Expr, Load, axis, call, given
 
-TYPES = {"bf16": DType.BF16, "fp16": DType.F16, "tf32": DType.F32}
+TYPES = {"bf16": DType.BF16, "fp16": DType.F16, "tf32": DType.F32, "tf32x3": DType.F32}
 NOTHING = (1, 1, 0)  # window, hop, lead
 
 

@@ -192,6 +192,38 @@ def batched_product_of_slices():
 
 
 @fits
+def bf16_product_by_rows():
+    f = Fn(lambda s, a, b, c: torch.matmul(a, b) * c + a[:, :1])
+    a, b, c = torch.randn(8, 40), torch.randn(40, 24), torch.randn(24)
+    return f, *(x.bfloat16() for x in (a, b, c))
+
+
+@fits
+def bf16_batched_product_by_rows():
+    f = Fn(lambda s, a, b: torch.relu(torch.bmm(a, b)))
+    return f, torch.randn(3, 8, 16).bfloat16(), torch.randn(3, 16, 24).bfloat16()
+
+
+@fits
+def fp16_heads_by_rows():
+    a, b = torch.randn(2, 3, 5, 16), torch.randn(2, 3, 16, 8)
+    return Fn(lambda s, a, b: a @ b), a.half(), b.half()
+
+
+@fits
+def bf16_slices_by_rows():
+    f = Fn(lambda s, x: x[:, :8, 8:24] @ x[:, :, 24:40])
+    return f, torch.randn(2, 16, 48).bfloat16()
+
+
+@fits
+def bf16_channels_of_two_axes_by_rows():
+    f = Fn(lambda s, a, b: a.flatten(1) @ b.permute(2, 0, 1, 3).flatten(0, 2))
+    b = torch.randn(2, 3, 16, 24).bfloat16()
+    return f, image(8, 16, 2, 3, dtype=torch.bfloat16), b
+
+
+@fits
 def split_heads():
     own = nn.Linear(16, 24)
     return Fn(lambda s, x: s.l(x).view(2, 6, 3, 8).transpose(1, 2), l=own), torch.randn(2, 6, 16)
@@ -390,6 +422,24 @@ def two_activations_by_rows():
     return Fn(lambda s, a, b: a @ b), torch.randn(8, 16), torch.randn(16, 12)
 
 
+@refused("a channel of input1 is 24 bytes, no multiple of 16")
+def bf16_rows_of_twelve():
+    f = Fn(lambda s, a, b: a @ b)
+    return f, torch.randn(8, 16).bfloat16(), torch.randn(16, 12).bfloat16()
+
+
+@refused("the first element of input1 is 8 bytes, no multiple of 16")
+def bf16_rows_from_the_fifth():
+    f = Fn(lambda s, a, b: a @ b[:, 4:28])
+    return f, torch.randn(8, 16).bfloat16(), torch.randn(16, 32).bfloat16()
+
+
+@refused("its channels lie 96 elements apart")
+def bf16_every_second_feature():
+    f = Fn(lambda s, a, b: a @ b[:, ::2])
+    return f, torch.randn(8, 16).bfloat16(), torch.randn(16, 96).bfloat16()
+
+
 @refused("two folds of the product differ")
 def two_pools():
     def f(s, x):
@@ -564,6 +614,19 @@ def test_float32_products_have_the_precision_asked_for() -> None:
     assert case_of(nn.Linear(16, 24), x, precision="tf32x3").problem.kind == "tf32x3"
     assert case_of(nn.Linear(16, 24), x, precision="ieee").problem.kind == "tf32x3"
     assert case_of(nn.Linear(16, 24), x).problem.kind == "tf32"
+
+
+def test_weights_that_vary_are_read_as_they_lie(cases) -> None:
+    def steps(name: str) -> tuple[bool, int, int, int]:
+        p = cases[name].problem
+        return p.w_features_inner, p.channels, p.w_step, p.w_batch
+
+    assert steps("batched_product") == (False, 16, 16, 16 * 12)
+    assert steps("bf16_product_by_rows") == (True, 40, 24, 0)
+    assert steps("bf16_batched_product_by_rows") == (True, 16, 24, 16 * 24)
+    assert steps("fp16_heads_by_rows") == (True, 16, 8, 16 * 8)
+    assert steps("bf16_slices_by_rows") == (True, 16, 48, 16 * 48)
+    assert steps("bf16_channels_of_two_axes_by_rows") == (True, 96, 24, 0)
 
 
 def test_a_value_that_several_read_is_written_once(texts) -> None:

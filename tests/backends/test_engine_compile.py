@@ -11,7 +11,8 @@ from tests.backends.engine_problems import Shape, contraction
 
 from onchip.backends.cuda.geometry import Geometry
 from onchip.backends.cuda.model import configurations
-from onchip.backends.cuda.problem import ACC, Config
+from onchip.backends.cuda.problem import ACC, Config, Problem
+from onchip.backends.cuda.registers import handed_on, launched
 from onchip.fusion.machine import GPUS
 from onchip.ir.expr import call
 
@@ -90,8 +91,48 @@ def test_the_first_choice_compiles_without_spills(shape):
     check(shape, found[0])
 
 
+SPLIT = {
+    "linear": Shape(0, 8192, (1024,), 8192, (1,), residual=True, kind="tf32x3"),
+    "3x3": replace(D, kind="tf32x3"),
+    "3x3, pool": replace(A, kind="tf32x3"),
+    "3x3, overlapping pool": Shape(
+        8, 64, (56, 56), 64, (3, 3), pads=SAME, pool=OVERLAP, kind="tf32x3"
+    ),
+    "1x1": replace(PLAIN, kind="tf32x3"),
+    "stride 2": Shape(
+        32, 128, (56, 56), 256, (3, 3), strides=(2, 2), pads=SAME, kind="tf32x3"
+    ),
+    "7x7 pictures": replace(SMALL, kind="tf32x3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_the_first_choices_of_split_operands_compile_without_spills(name):
+    p = replace(contraction(SPLIT[name]), before=call("maximum", ACC, 0))
+    found = configurations(p, GPUS["h200"])
+    assert isinstance(found, list)
+    for c in found[:2]:
+        got = compiled(source_of(p, c).text)
+        assert got.spilled == 0, c.label
+        assert "C75" not in got.log, got.log  # as in test_engine_operands
+        g = Geometry(p, c)
+        assert handed_on(g), c.label
+        assert got.registers == launched(g), "all that there are are handed on"
+
+
+def test_the_first_choice_for_features_innermost_compiles_without_spills():
+    p = contraction(Shape(0, 512, (1024,), 512, (1,), batch=4, constant=False))
+    p = replace(p, w_features_inner=True, w_step=512, w_batch=512 * 512)
+    found = configurations(p, GPUS["h200"])
+    assert isinstance(found, list)
+    check_problem(p, found[0])
+
+
 def check(shape: Shape, config: Config) -> None:
-    p = contraction(shape)
+    check_problem(contraction(shape), config)
+
+
+def check_problem(p: Problem, config: Config) -> None:
     p = replace(p, before=call("maximum", ACC, 0))
     got = compiled(source_of(p, config).text)
     warps = -(-Geometry(p, config).threads // 128) * 4  # registers are given to four at a time

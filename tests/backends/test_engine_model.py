@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from math import prod
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ from tests.backends.engine_simulator import Simulator
 
 from onchip.backends.cuda.geometry import Geometry
 from onchip.backends.cuda.limits import refusal
-from onchip.backends.cuda.model import MOST, configurations
+from onchip.backends.cuda.model import MOST, Estimate, configurations
 from onchip.backends.cuda.problem import Config, Problem
+from onchip.backends.cuda.registers import available, held
 from onchip.fusion.machine import GPUS, Gpu
 from onchip.fusion.refusal import Refusal
 
@@ -56,6 +58,14 @@ SHAPES = {
     "product": Shape(0, 264, (130,), 72, (1,)),
     "batched product": Shape(0, 64, (50,), 80, (1,), batch=3, constant=False),
     "product with weights as they lie": Shape(0, 128, (200,), 64, (1,), constant=False),
+    "split, pool": Shape(1, 64, (14, 10), 128, (3, 3), pads=SAME, pool=PAIRS, kind="tf32x3"),
+    "split, overlapping pool": Shape(
+        1, 32, (11, 13), 64, (3, 3), pads=SAME, pool=OVERLAP, kind="tf32x3"
+    ),
+    "split, stride 2": Shape(2, 32, (15, 15), 64, (3, 3), strides=(2, 2), pads=SAME, kind="tf32x3"),
+    "split, 1x1": Shape(2, 72, (14, 14), 136, (1, 1), kind="tf32x3"),
+    "split product, residual": Shape(0, 136, (300,), 256, (1,), residual=True, kind="tf32x3"),
+    "split product, batches": Shape(0, 64, (50,), 80, (1,), batch=3, constant=False, kind="tf32x3"),
     "groups": Shape(1, 32, (10, 6), 32, (3, 3), pads=SAME, batch=3),
     "element by element": Shape(1, 64, (9, 9), 33, (3, 3), pads=SAME, tile=False),
     "smaller than a tile": Shape(1, 64, (3, 2), 64, (3, 3), pads=SAME),
@@ -113,11 +123,44 @@ def test_every_choice_is_possible_and_none_comes_twice(name):
             assert refusal(Geometry(p, c), gpu.shared_bytes) is None, c.label
 
 
-def test_a_kind_without_main_loop_is_refused():
-    p = replace(problem("product"), kind="tf32x3")
-    found = configurations(p, H200)
-    assert isinstance(found, Refusal)
-    assert "tf32x3" in str(found)
+@pytest.mark.parametrize("residual", [False, True])
+def test_large_split_products_have_large_tiles_of_two_warpgroups(residual):
+    p = contraction(Shape(0, 8192, (1024,), 8192, (1,), residual=residual, kind="tf32x3"))
+    found = proposed(p)
+    first = found[0]
+    assert (first.patch, Geometry(p, first).tile_features) == ((128,), 128)
+    for c in found[:3]:
+        assert c.split * c.teams == 2
+        shared = c.x_shared * c.w_shared
+        assert prod(c.patch) * Geometry(p, c).tile_features * shared >= 128 * 128
+    times = [Estimate(p, c, H200).microseconds for c in found]
+    assert times == sorted(times)
+    # three products for each, at the rate of TF32's (data sheet: 495 TFLOPS), and not much longer
+    least = 3 * 2 * 1024 * 8192 * 8192 / 495e6
+    assert least < times[0] < 1.5 * least
+
+
+def test_split_operands_have_a_slot_for_their_low_parts():
+    p = contraction(Shape(32, 128, (56, 56), 128, (3, 3), pads=SAME, kind="tf32x3"))
+    for c in proposed(p):
+        g = Geometry(p, c)
+        assert g.x_slot >= 2 * g.x_bytes
+        assert held(g) < available(g)
+        assert c.split * c.teams > 1  # else nothing multiplies while sums are added
+
+
+@pytest.mark.parametrize("s", [
+    Shape(0, 1024, (2048,), 1024, (1,), constant=False),
+    Shape(0, 72, (40,), 96, (1,), batch=3, constant=False, kind="fp16"),
+    Shape(0, 64, (512,), 64, (1,), batch=16, constant=False),
+])  # fmt: skip
+def test_features_innermost_have_choices(s):
+    steps = {"w_step": s.features, "w_batch": s.features * s.channels}
+    p = replace(contraction(s), w_features_inner=True, **steps)
+    found = proposed(p)
+    assert found
+    for c in found:
+        assert refusal(Geometry(p, c), H200.shared_bytes) is None, c.label
 
 
 # ---- what it computes --------------------------------------------------------------------------

@@ -16,11 +16,13 @@ from tests.backends.cuda_threads import run
 from tests.backends.engine_compile import compiled
 from tests.backends.engine_problems import Shape, Values, contraction, expected, values_of
 from tests.backends.engine_simulator import Box, Shared, Simulator, fetched, permuted
+from tests.modules import Fn
 from torch import nn
 
 from onchip.backends.cuda.geometry import BLOCK, STEP_BYTES, Geometry
 from onchip.backends.cuda.kernel import emit
 from onchip.backends.cuda.limits import refusal
+from onchip.backends.cuda.model import configurations
 from onchip.backends.cuda.problem import Config, Problem
 from onchip.backends.cuda.registers import HELPING, REGISTERS, available, held, launched
 from onchip.backends.cuda.source import CudaSource
@@ -233,6 +235,25 @@ def test_features_innermost_products(tmp_path: Path) -> None:
     p, _ = inner(Shape(0, 72, (40,), 136, (1,)))
     c = Config((32,), 0, split=2, x_stages=3, w_stages=3)
     y, exact = ran(p, c, tmp_path)
+    torch.testing.assert_close(y, exact.to(y.dtype), rtol=2**-7, atol=1e-3)
+
+
+def test_a_batched_product_by_rows_from_its_module(tmp_path: Path) -> None:
+    """Addresses that form finds, the model's first choice, the device text."""
+    torch.manual_seed(0)
+    a, b = torch.randn(3, 24, 128).bfloat16(), torch.randn(3, 128, 40).bfloat16()
+    case = case_of(Fn(lambda s, a, b: torch.bmm(a, b)), a, b)
+    p = case.problem
+    assert isinstance(p, Problem), p
+    assert p.w_features_inner
+    found = configurations(p, FEW)
+    assert isinstance(found, list), found
+    source = emit(p, found[0], FEW, case.strides)
+    assert isinstance(source, CudaSource), source
+    y = torch.full((3, 24, 40), torch.nan, dtype=torch.bfloat16)
+    held = {p.x: a, p.w: b, p.results[0].tensor: y}
+    run(source, 0, [held[t] for t in (*source.inputs, *source.outputs)], tmp_path)
+    exact = torch.bmm(a.double(), b.double())
     torch.testing.assert_close(y, exact.to(y.dtype), rtol=2**-7, atol=1e-3)
 
 

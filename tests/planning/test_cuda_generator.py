@@ -27,7 +27,7 @@ from onchip.fusion.region import region_of
 from onchip.ir.dtype import DType
 from onchip.ir.expr import axis, tensor
 from onchip.planning import generators, units
-from onchip.planning.candidates import Context
+from onchip.planning.candidates import Candidate, Context
 from onchip.planning.generators import generator_for
 from onchip.planning.generators import triton as triton_generator
 from onchip.planning.generators.triton import TritonGenerator
@@ -231,6 +231,56 @@ def test_the_engine_answers_where_triton_refuses(cuda, engine, linear, monkeypat
     assert generator.root_of(*given) is refusal
     assert generator.variants(linear.region, linear.context) is refusal
     assert cuda.for_gpu(H200, alone=True).root_of(*given) is engine.refusal
+
+
+# ---- the engine itself, without stand-ins --------------------------------------------------------
+
+
+def test_float32_products_are_three_of_tf32(cuda, linear):
+    generator = cuda.for_gpu(H200)
+    assert generator.allowed[0] is False
+    ways = generator.variants(linear.region, linear.context)
+    mine = [v for v in ways if isinstance(v, cuda.Variant)]
+    assert mine == ways[:2] + [v for v in ways[2:] if isinstance(v, cuda.Variant)]
+    assert len(mine) > 2
+    assert {(v.problem.kind, v.precision) for v in mine} == {("tf32x3", "tf32x3")}
+    others = {v.options.precision for v in ways if isinstance(v, triton_generator.Variant)}
+    assert others == {"tf32x3", "ieee"}
+    c = generator.write(linear.region, mine[0], linear.context)
+    assert isinstance(c, Candidate), c
+    assert "SPLITS = 1;" in c.source.text
+    assert c.precision == "tf32x3"  # not "tf32": float32's tolerance is the one that counts
+    wide = replace(generator, allowed=(True, True)).variants(linear.region, linear.context)
+    tf32 = [v for v in wide if isinstance(v, cuda.Variant)]
+    assert {(v.problem.kind, v.precision) for v in tf32} == {("tf32", "tf32")}
+
+
+def test_convolutions_follow_a_switch_of_their_own(cuda):
+    x = torch.randn(2, 64, 14, 14).to(memory_format=torch.channels_last)
+    program = Program(nn.Conv2d(64, 64, 3, padding=1).to(memory_format=torch.channels_last), x)
+    for allowed, kind in (((False, True), "tf32"), ((True, False), "tf32x3")):
+        generator = replace(cuda.for_gpu(H200, alone=True), allowed=allowed)
+        found = generator.variants(program.region, program.context)
+        assert {(v.problem.kind, v.precision) for v in found} == {(kind, kind)}
+
+
+@needs_compilers
+@pytest.mark.parametrize("name", ["linear", "product"])
+def test_the_first_variant_is_worth_timing(cuda, linear, name, tmp_path, monkeypatch):
+    """Of float32 that is split, and of a product of two activations, neither transposed."""
+    monkeypatch.setenv("ONCHIP_CACHE", str(tmp_path))
+    program, kind = linear, "tf32x3"
+    if name == "product":
+        a, b = torch.randn(4, 64, 32).bfloat16(), torch.randn(4, 32, 64).bfloat16()
+        program, kind = Program(lambda a, b: torch.bmm(a, b) * 0.5, a, b), "bf16"
+    generator = cuda.for_gpu(H200, alone=True)
+    first = generator.variants(program.region, program.context)[0]
+    assert (first.problem.kind, first.problem.w_features_inner) == (kind, name == "product")
+    made = generator.write(program.region, first, program.context)
+    assert isinstance(made, Candidate), made
+    (built,) = generator.build_all([made])
+    assert isinstance(built, Built), built
+    assert [r.stack_bytes for r in built.resources] == [0]
 
 
 # ---- candidates ---------------------------------------------------------------------------------

@@ -12,10 +12,11 @@ from math import ceil, prod
 from onchip.backends.cuda.geometry import BLOCK, GROUP, Geometry, up
 from onchip.backends.cuda.limits import MOST_COLUMNS
 from onchip.backends.cuda.problem import Config, Line, Problem
+from onchip.backends.cuda.registers import NAMED, available, held
 from onchip.fusion.machine import Gpu
 
 PART = 18  # multiprocessors that clusters are made of
-REGISTERS = 32  # of a thread beside its sums: no spills with up to three values of a feature
+REGISTERS = 32  # of a thread beside what it holds: no spills with up to three values of a feature
 SIZES = (16, 32, 64, 96, 128, 192, 256, 416)  # positions of a patch: the best of each class ...
 BEST = 5  # ... so many, are looked at closely
 BOX_BYTES = 128  # multiples of which a permuted box starts at (CUDA driver API, tensor maps)
@@ -31,11 +32,12 @@ def choices(p: Problem, gpu: Gpu) -> Iterator[Config]:
     shapes = [(b, s) for b, s in product((1, 2), (1, 2, 3, 4)) if b * s <= min(blocks, 4)]
     for patch, along in _patches(p):
         for (b, split), row, teams in product(shapes, _rows(p), (1, 2, 3, 4)):
-            # registers are given to four warps at a time
-            registers = min(65536 // (128 * (teams * split + 1)) // 8 * 8, 255)
-            if teams * split > 7 or b * prod(patch) // 2 + REGISTERS > registers:
-                continue
             plain = Config(patch, along, b, split, teams, row)
+            if teams * split > 7 or b * prod(patch) // 2 + REGISTERS > NAMED:
+                continue
+            g = Geometry(p, plain)
+            if held(g) + REGISTERS > available(g):
+                continue
             for config in _clusters(p, plain, gpu):
                 yield from _rings(p, config, gpu)
 

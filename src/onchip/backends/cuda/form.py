@@ -98,7 +98,7 @@ class _Form:
     def problem(self, precision: str) -> Problem:
         dtype = self.x.load.src.dtype
         kind = KINDS.get(dtype) or ("tf32" if precision == "tf32" else "tf32x3")
-        features, w_step = self._features()
+        features, w_step, inner = self._features()
         batches, x_batch, w_batch = self._batches()
         groups = joined(self.read.lines, self.found.windows, self._stays(features))
         lines = tuple(map(self._line, groups)) or (Line(1, ALIGNMENT // dtype.size, 1, cells=1),)
@@ -136,7 +136,7 @@ class _Form:
             kind, self.x.load.src, self.w.load.src, channels, lines, feature.extent, batch.extent,
             self.read.offset, x_batch, self.w_constant, w_step, w_batch, feature, batch, at, cell,
             before, self.found.fold, results, (), element, tap, channel,
-            0 if self.w_constant else self.w_at.constant,
+            0 if self.w_constant else self.w_at.constant, inner,
         )  # fmt: skip
         return self._with_tiles(problem)
 
@@ -151,13 +151,14 @@ class _Form:
 
     # ---- features and batches ------------------------------------------------------------------
 
-    def _features(self) -> tuple[list[Axis], int]:
-        """Axes of the features, the slowest first; elements of w between two (0: laid out)."""
+    def _features(self) -> tuple[list[Axis], int, bool]:
+        """Axes of the features, the slowest first; elements of w between two (0: laid out), or
+        between two channels, if (the last) features lie innermost."""
         own = [a for a in self.product.axes if a in self.w.axes]
         if self.w.tests:
             raise Unfit(self.subject, f"{self.w.load.src.name} is read under a condition")
         if self.w_constant:
-            return sorted(own, key=lambda a: -self.stored.get(a, 0)), 0
+            return sorted(own, key=lambda a: -self.stored.get(a, 0)), 0, False
         name, at = self.w.load.src.name, self.w_at
         inside = all(
             bounds(i)[0] >= 0 and bounds(i)[1] < n
@@ -169,13 +170,18 @@ class _Form:
             )
         if any(d.tap for d in self.read.lines):
             raise Unfit(self.subject, f"{name} is not constant, and has several taps")
-        step = at.coefficient(self.read.channels[-1])
-        if step != 1:
-            raise Unfit(
-                self.subject, f"{name} is not constant, and its channels lie {step} elements apart"
-            )
         own.sort(key=lambda a: -at.coefficient(a))
-        return own, self._step(own, at.coefficient, name)
+        between = at.coefficient(self.read.channels[-1])
+        if between == 1:
+            return own, self._step(own, at.coefficient, name), False
+        near = bool(own) and at.coefficient(own[-1]) == 1
+        if not near or between <= 0 or self.w.load.src.dtype not in KINDS:
+            raise Unfit(
+                self.subject,
+                f"{name} is not constant, and its channels lie {between} elements apart",
+            )
+        self._step(own, at.coefficient, name)  # they lie as one
+        return own, between, True
 
     def _batches(self) -> tuple[list[Axis], int, int]:
         """Axes of the batches, the slowest first; elements of x and of w between two."""
@@ -235,17 +241,19 @@ class _Form:
         for line in lines:
             if line.step % every and line.size > 1:
                 raise Unfit(self.subject, _unaligned(name, "a step", line.step * size))
-        w_steps = [] if self.w_constant else self._features_and_batch_steps()
+        w_steps = [] if self.w_constant else self._w_steps()
         for what, n, tensor in (
             ("a batch", x_batch, name), ("the first element", self.read.offset, name), *w_steps,
         ):  # fmt: skip
             if n % every:
                 raise Unfit(self.subject, _unaligned(tensor, what, n * size))
 
-    def _features_and_batch_steps(self) -> list[tuple[str, int, str]]:
+    def _w_steps(self) -> list[tuple[str, int, str]]:
         name = self.w.load.src.name
+        _, step, inner = self._features()
         return [
-            ("a feature", self._features()[1], name), ("a batch", self._batches()[2], name),
+            ("a channel" if inner else "a feature", step, name),
+            ("a batch", self._batches()[2], name),
             ("the first element", self.w_at.constant, name),
         ]  # fmt: skip
 

@@ -218,7 +218,7 @@ def _slides(
 
 def widened(found: Layout, weights: Operand, w_strides: Strides, w_constant: bool) -> Layout:
     """Taps that lie behind the channels as further channels: of a flattened picture, of heads. (Of
-    weights read as they lie, only if they do so there.)"""
+    weights read as they lie, only if they lie on there, too.)"""
     at = address(tuple(over(i, {}) for i in weights.load.index), w_strides)
     lines, channels = list(found.lines), list(found.channels)
     while True:
@@ -227,7 +227,8 @@ def widened(found: Layout, weights: Operand, w_strides: Strides, w_constant: boo
             width *= a.extent
         more = [d for d in lines if d.position is None and not d.flipped and d.pad == 0]
         more = [d for d in more if d.step == width and d.size == d.taps and d.dilation == 1]
-        more = [d for d in more if w_constant or at.coefficient(d.along) == width]
+        step = at.coefficient(channels[-1]) if channels else 1
+        more = [d for d in more if w_constant or at.coefficient(d.along) == width * step]
         if not more:
             return replace(found, lines=tuple(lines), channels=tuple(channels))
         lines.remove(more[0])

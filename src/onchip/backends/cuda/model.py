@@ -2,7 +2,8 @@
 
 A program goes through its tiles; what a tile takes is the most of
 
-    products    the matrix unit's clocks, or those in which shared memory hands it its operands.
+    products    the matrix unit's clocks, or those in which shared memory hands it its operands;
+                where operands are split, three products for each, and warpgroups multiply in turn.
                 Whatever the schedule, the chip can't multiply longer at full clock than its power
                 allows
     traffic     bytes of input, weights, results and what the epilogue reads, between the last cache
@@ -53,6 +54,10 @@ ELSEWHERE = 16.0  # bytes a clock from and to other programs' shared memory
 COUPLED = 1.03  # tiles of programs that wait for each other's copies
 SOFT = 16  # power of the norm by which times of a tile that overlap add up
 SOFTER = 3  # the same of loop and memory
+# Judgements, where operands are split:
+SPLIT_BYTES = 40.0  # of input that two warps split in a clock
+PER_STEP = 250.0  # clocks in which a step's block of weights is read and split
+SOONER = 200.0  # clocks that a slot is free sooner: its step waits for its own products
 
 MOST = 12  # choices handed out
 ALIKE = 3  # of them with the same patch
@@ -61,9 +66,6 @@ ALIKE = 3  # of them with the same patch
 def configurations(problem: Problem, gpu: Gpu) -> list[Config] | Refusal:
     """The promising choices for a problem, best first, at most MOST. Each one's geometry is
     possible on the GPU; a Refusal if none's is."""
-    if problem.kind not in ("bf16", "fp16", "tf32"):
-        text = f"no main loop for {problem.kind}"
-        return Refusal(Rule.CONTRACTION_FORM, problem.results[0].tensor.name, text)
     estimates = [Estimate(problem, config, gpu) for config in choices(problem, gpu)]
     found: list[Config] = []
     refused: Refusal | None = None
@@ -128,10 +130,24 @@ class Estimate:
     def products(self) -> float:
         """Clocks of a tile's products."""
         g, c = self.geometry, self.config
-        unit = BLOCK * g.columns * 32 / MULTIPLIED
-        fed = (BLOCK + g.columns) * 32 / SHARED_BYTES
+        times = 3 if self.problem.splits else 1  # that input is read; weights are once
+        unit = times * BLOCK * g.columns * 32 / MULTIPLIED
+        fed = (BLOCK + times * g.columns) * 32 / SHARED_BYTES
         count = self.steps * g.k_steps * c.blocks * c.split * len(g.strips)
         return count * max(unit, fed)
+
+    @property
+    def splitting(self) -> float:
+        """Clocks in which the low parts of a chunk of input are written, where there are some."""
+        return self.geometry.x_bytes / SPLIT_BYTES if self.problem.splits else 0.0
+
+    @property
+    def between(self) -> float:
+        """Clocks of a tile in which a warpgroup does not multiply, but its steps begin; where
+        operands are split, it splits its weights and adds a step's sums."""
+        g = self.geometry
+        own = self.config.blocks * PER_STEP + g.accumulators if self.problem.splits else 0.0
+        return (STEP + own) * self.steps + TILE
 
     @cached_property
     def traffic(self) -> float:
@@ -150,8 +166,10 @@ class Estimate:
         moved = stored * g.tile_features * share / c.k_split
         clocks = (fetched / c.x_shared + moved + weights / hot / c.w_shared) / self.rate
         # a slot is free again when the products of the step after it have begun
-        ring = (c.x_stages - 1) * g.x_slot + max(c.w_stages - 1, 0) * g.w_bytes
-        return max(clocks, (fetched + weights) / ring * LATENCY)
+        copied = g.x_slot // (1 + p.splits)  # low parts are not fetched
+        ring = (c.x_stages - 1) * copied + max(c.w_stages - 1, 0) * g.w_bytes
+        late = LATENCY + (self.splitting - SOONER) * p.splits
+        return max(clocks, (fetched + weights) / ring * late, chunks * self.splitting)
 
     @cached_property
     def epilogue(self) -> float:
@@ -188,12 +206,15 @@ class Estimate:
     @cached_property
     def microseconds(self) -> float:
         """Of the kernel, behind a launch that costs nothing."""
-        g, c = self.geometry, self.config
+        g, p, c = self.geometry, self.problem, self.config
         busy = self.programs / self.gpu.multiprocessors
         power = self.products / (1 - (1 - POWER) * busy)
         tiles = ceil(g.work / self.clusters)
         lonely = c.split == 1 and not (tiles > 1 and self.together)
-        alone = self.products * (ALONE if lonely else 1) + STEP * self.steps + TILE
+        if p.splits:  # warpgroups take turns: one multiplies, another one splits and adds
+            alone = _norm(SOFT, self.products, self.products / c.split + self.between)
+        else:
+            alone = self.products * (ALONE if lonely else 1) + self.between
         turns = (alone + self.epilogue) / min(c.teams, tiles)
         tile = _norm(SOFT, power, alone, self.traffic, turns)
         # the last epilogue is no team's to hide
