@@ -243,6 +243,16 @@ def test_no_schedule_of_a_choice_goes_wrong(name):
 TWO_CHUNKS = Shape(4, 128, (16, 16), 64, (3, 3), pads=SAME)
 
 
+@pytest.mark.parametrize(("stages", "w_stages"), [(1, 4), (3, 1), (1, 1)])
+def test_a_ring_of_one_slot_never_ends_and_is_refused(stages, w_stages):
+    """A slot is given back when the products of the next one have begun."""
+    g = Geometry(contraction(TWO_CHUNKS), Config((8, 4, 1), 1, x_stages=stages, w_stages=w_stages))
+    assert schedules(g, g.turns, 2)
+    found = refusal(g, H200.shared_bytes)
+    assert isinstance(found, Refusal)
+    assert found.text == f"rings of {stages} chunks and {w_stages} tiles of weights"
+
+
 @pytest.mark.parametrize(
     ("teams", "stages", "w_stages", "right"),
     [

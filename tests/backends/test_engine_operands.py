@@ -283,7 +283,7 @@ def test_registers_are_handed_on() -> None:
     g = Geometry(p, replace(wide, x_stages=2, w_stages=2))
     assert (available(g), held(g)) == (232, 96 + 2 * 32 + 32 + 8)
     assert refusal(g, GPUS["h200"].shared_bytes) is None
-    found = refusal(Geometry(p, Config((256,), 0, x_stages=1, w_stages=1, split=2)), 1 << 30)
+    found = refusal(Geometry(p, Config((256,), 0, x_stages=2, w_stages=2, split=2)), 1 << 30)
     assert isinstance(found, Refusal)
     assert found.text == "232 sums a thread of 232 registers"
 

@@ -94,7 +94,7 @@ def linear(k: int, n: int, dtype: torch.dtype = BF16) -> nn.Module:
     Config((16, 6, 1), 0, x_stages=3, w_stages=3),  # strips
     Config((8, 4, 1), 1, row_bytes=64, x_stages=2),
     Config((8, 4, 1), 1, row_bytes=32, x_stages=3, w_stages=2),
-    Config((8, 4, 2), 1, x_stages=1, w_stages=1),
+    Config((8, 4, 2), 1, x_stages=2, w_stages=2),
     first=6,
 )
 def pooled():

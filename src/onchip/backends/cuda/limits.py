@@ -39,6 +39,11 @@ def refusal(g: Geometry, shared_bytes: int) -> Refusal | None:
         ),
         (g.threads > MOST_THREADS, f"{g.threads} threads of at most {MOST_THREADS}"),
         (
+            # a slot is given back when the products of the next one have begun
+            (c.x_stages == 1 and g.chunks * len(g.phases) > 1) or (c.w_stages == 1 and g.steps > 1),
+            f"rings of {c.x_stages} chunks and {c.w_stages} tiles of weights",
+        ),
+        (
             # each team has slots of its own, so that it never takes one round for another; a slot
             # that a result leaves is free when the one after it has been written
             g.tile_reads and (g.r_stages % c.teams or g.r_stages < c.teams * (1 + g.in_place)),
@@ -81,7 +86,7 @@ def _packed(g: PackedGeometry, shared_bytes: int) -> Refusal | None:
     p, c = g.problem, g.config
     if min(g.cells) < 1:
         return _first(g, [(True, "a patch smaller than a window")], shared_bytes)
-    registers = min(REGISTERS // up(g.threads, 32) // 8 * 8, NAMED)
+    registers = min(REGISTERS // up(g.threads, 128) // 8 * 8, NAMED)
     others = zip(p.lines[2:], c.patch[2:], strict=True)
     checks = [
         (p.batch > 1, "a packed input of several batches"),
