@@ -153,15 +153,15 @@ _GPU = (
 _FOUR_ONCE = (
     "4.2 µs are an empty graph's; the same kernel with nothing else measured between its calls "
     "takes 17.0. Products need 8.1; the rest is the start (each program fetches 72 KiB of weights, "
-    "all the same ones; sharing them in clusters of two cost 1.2 µs more) and the last of 6.8 tiles a "
-    "program"
+    "all the same ones; sharing them in clusters of two cost 1.2 µs more) and the last of 6.8 "
+    "tiles a program"
 )
 _STEM_ONCE = (
     "59,100 cycles a program, of which the products of its 15 tiles need 18,500 at the full rate; "
     "issued in 42 % of the cycles, shared memory's load and store path used in 43 %, no bank "
     "conflicts. Half as many instructions for laying out, rows by the copy engine, more slots and "
-    "a third team changed nothing, so the products themselves are the suspect: their operand is not "
-    "permuted. Next: measure such an instruction alone; positions in registers"
+    "a third team changed nothing, so the products themselves are the suspect: their operand is "
+    "not permuted. Next: measure such an instruction alone; positions in registers"
 )
 _WIDEN = (
     "moves 115.6 MB: a pointwise kernel that moves as much takes 29.8 µs by this protocol (the "

@@ -203,10 +203,15 @@ class Geometry:
 
     # ---- results -------------------------------------------------------------------------------
 
+    @property
+    def carried(self) -> bool:
+        """Windows that reach into the tile before are folded from what it hands on."""
+        return False
+
     @cached_property
     def staged(self) -> bool:
         """Windows are folded from shared memory, since no thread holds all of one."""
-        if not self.problem.pools:
+        if not self.problem.pools or self.carried:
             return False
         for n, (line, p) in enumerate(zip(self.problem.lines, self.config.patch, strict=True)):
             disjoint = line.hop == line.window and line.lead == 0
@@ -219,7 +224,7 @@ class Geometry:
     def cells(self) -> tuple[int, ...]:
         """Cells of a tile along each line; positions where nothing is pooled."""
         return tuple(
-            (p - line.window) // line.hop + 1
+            p // line.hop if self.carried else (p - line.window) // line.hop + 1
             for p, line in zip(self.config.patch, self.problem.lines, strict=True)
         )
 

@@ -259,7 +259,7 @@ class PackedGeometry(Geometry):
 
     # ---- pooling -------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def carried(self) -> bool:
         """Windows of 3, every 2, from one before: folded in registers, the last row's part of the
         next window handed from tile to tile."""
@@ -272,18 +272,6 @@ class PackedGeometry(Geometry):
             and patch[0] >= p.lines[0].positions
             and patch[1] % 2 == 0
         )
-
-    @cached_property
-    def staged(self) -> bool:
-        return not self.carried and Geometry.staged.func(self)  # type: ignore[attr-defined]
-
-    @cached_property
-    def cells(self) -> tuple[int, ...]:
-        if self.carried:
-            return tuple(
-                p // x.hop for p, x in zip(self.config.patch, self.problem.lines, strict=True)
-            )
-        return Geometry.cells.func(self)  # type: ignore[attr-defined]
 
     @property
     def carry_bytes(self) -> int:
