@@ -20,6 +20,7 @@ from onchip.backends.cuda.problem import Config, Problem
 from onchip.backends.cuda.registers import available, held
 from onchip.fusion.machine import GPUS, Gpu
 from onchip.fusion.refusal import Refusal
+from onchip.ir.dtype import DType
 
 H200 = GPUS["h200"]
 FEW = replace(H200, name="few", multiprocessors=3)  # programs go through several tiles
@@ -241,6 +242,19 @@ def test_no_schedule_of_a_choice_goes_wrong(name):
 
 
 TWO_CHUNKS = Shape(4, 128, (16, 16), 64, (3, 3), pads=SAME)
+
+
+def test_tiles_of_two_half_types_are_refused():
+    """A kernel converts one of them."""
+    p = contraction(Shape(0, 64, (64,), 64, (1,), residual=True))
+    (read,) = (r for r in p.reads if r.kind == "tile")
+    other = replace(read.tensor, dtype=DType.F16)
+    reads = tuple(replace(r, tensor=other) if r is read else r for r in p.reads)
+    config = Config((64,), 0, w_stages=2)
+    assert refusal(Geometry(p, config), H200.shared_bytes) is None
+    found = refusal(Geometry(replace(p, reads=reads), config), H200.shared_bytes)
+    assert isinstance(found, Refusal)
+    assert found.text == "tiles of bfloat16 and of float16"
 
 
 @pytest.mark.parametrize(("stages", "w_stages"), [(1, 4), (3, 1), (1, 1)])

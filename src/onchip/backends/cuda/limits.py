@@ -119,8 +119,11 @@ def _packed(g: PackedGeometry, shared_bytes: int) -> Refusal | None:
 
 
 def _first(g: Geometry, checks: Checks, shared_bytes: int) -> Refusal | None:
-    name = g.problem.results[0].tensor.name
-    for wrong, text in checks:
+    p = g.problem
+    name = p.results[0].tensor.name
+    tiles = [*(r.tensor for r in p.results), *(r.tensor for r in p.reads if r.kind == "tile")]
+    mixed = len({t.dtype for t in tiles if t.dtype.size == 2}) > 1
+    for wrong, text in [*checks, (mixed, "tiles of bfloat16 and of float16")]:
         if wrong:
             return Refusal(Rule.CONTRACTION_FORM, name, text)
     if g.shared_bytes > shared_bytes:

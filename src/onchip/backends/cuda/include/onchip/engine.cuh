@@ -554,7 +554,6 @@ struct Epilogue {
     int group, member, thread, warp, lane;  // warp: of the warpgroup
     u32 tile, in;                           // this warpgroup's, of results and of reads
 
-
     __device__ __forceinline__ int feature(int m, int h) const {
         return t.feature + (member * cfg::BLOCKS + m) * BLOCK + 16 * warp + 8 * h + (lane >> 2);
     }
