@@ -129,10 +129,6 @@ class Geometry:
         """Weight tiles that a tile of results multiplies."""
         return self.chunks * self.problem.taps
 
-    @property
-    def x_rows(self) -> int:
-        return prod(self.extents)
-
     @cached_property
     def outermost(self) -> int:
         """The line that the copies of a chunk divide: the last one with more than one element."""

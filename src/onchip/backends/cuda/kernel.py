@@ -13,6 +13,7 @@ from onchip.backends.cuda.packed import PackedGeometry, geometry
 from onchip.backends.cuda.problem import Config, Line, Problem
 from onchip.backends.cuda.registers import HELPING, available, handed_on, part_groups
 from onchip.backends.cuda.source import CudaSource, Pointer, Strides, TensorMap
+from onchip.backends.cuda.spelling import STORAGE
 from onchip.backends.cuda.weights import packed_weights
 from onchip.fusion.machine import HOPPER, Gpu
 from onchip.fusion.refusal import Refusal, Rule
@@ -25,11 +26,6 @@ INSTRUCTIONS = {
 }  # fmt: skip
 MAP_KINDS = {"bf16": "bf16", "fp16": "fp16", "tf32": "tf32", "tf32x3": "fp32"}
 KINDS = {DType.BF16: "bf16", DType.F16: "fp16", DType.F32: "fp32"}
-POINTED = {
-    DType.F32: "float", DType.BF16: "u16", DType.F16: "u16", DType.F64: "double",
-    DType.I64: "long long", DType.I32: "int", DType.I16: "short", DType.I8: "signed char",
-    DType.U8: "unsigned char", DType.BOOL: "unsigned char",
-}  # fmt: skip
 NEAR = 16  # tiles of features that follow each other over the same positions, at most
 
 
@@ -221,9 +217,9 @@ class _Emitter:
     def _arguments(self) -> str:
         fields = []
         for t in self.inputs:
-            fields.append(f"const {POINTED[t.dtype]}* {self.pointer(t)};")
+            fields.append(f"const {STORAGE[t.dtype]}* {self.pointer(t)};")
         for t in self.outputs:
-            fields.append(f"{POINTED[t.dtype]}* {self.pointer(t)};")
+            fields.append(f"{STORAGE[t.dtype]}* {self.pointer(t)};")
         return "struct Args {\n" + "\n".join(f"    {f}" for f in fields) + "\n};"
 
     def _dispatch(self) -> str:
@@ -301,10 +297,10 @@ class _Emitter:
         taken = [f"const __grid_constant__ TensorMap {m}_map" for m in maps]
         fields = []
         for t in self.inputs:
-            taken.append(f"const {POINTED[t.dtype]}* {self.pointer(t)}")
+            taken.append(f"const {STORAGE[t.dtype]}* {self.pointer(t)}")
             fields.append(self.pointer(t))
         for t in self.outputs:
-            taken.append(f"{POINTED[t.dtype]}* {self.pointer(t)}")
+            taken.append(f"{STORAGE[t.dtype]}* {self.pointer(t)}")
             fields.append(self.pointer(t))
         places, at = [], 0
         for r in self.p.results:
