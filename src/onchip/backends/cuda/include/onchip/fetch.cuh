@@ -1,0 +1,148 @@
+// What brings operands and reads to shared memory: a thread for each, through the copy engine; and what
+// splits float32 operands on their way.
+#pragma once
+#include <onchip/tiles.cuh>
+
+namespace engine {
+
+// ---- the producer ------------------------------------------------------------------------------
+
+DEVICE void fetch_input(const Shared& s, const TensorMap* x, const Tile& t, int c, int phase,
+                        Ring<cfg::X_STAGES>& ring) {
+    barrier_wait(s.x_empty + 8 * ring.slot, ring.parity ^ 1);
+    const u32 full = s.x_full + 8 * ring.slot, to = s.x + ring.slot * cfg::X_SLOT;
+    barrier_expect(full, cfg::X_BYTES);
+    int at[5] = {c * cfg::CHUNK, 0, 0, 0, 0};
+    UNROLL for (int l = 0; l < cfg::LINES; l++)
+        at[1 + l] = t.position(l) * cfg::STRIDE[l] + cfg::START[phase][l];
+    if constexpr (cfg::X_BATCHED) at[1 + cfg::LINES] = t.batch;
+    constexpr int SHARE = cfg::PIECES / cfg::X_SHARED;
+    const int mine = cfg::X_SHARED > 1 ? cluster_rank() * SHARE : 0;
+    const int origin = at[1 + cfg::OUTERMOST];
+    UNROLL for (int n = 0; n < SHARE; n++) {
+        const int piece = mine + n;
+        at[1 + cfg::OUTERMOST] = origin + piece * cfg::PIECE;
+        const u32 there = to + piece * (cfg::X_BYTES / cfg::PIECES);
+        if constexpr (cfg::X_SHARED > 1) spread_box<cfg::X_RANK>(there, x, full, at, (1 << cfg::X_SHARED) - 1);
+        else load_box<cfg::X_RANK>(there, x, full, at);
+    }
+    ring.next();
+}
+
+DEVICE void fetch_weights(const Shared& s, const TensorMap* w, const Tile& t, int c, int tap, int slot) {
+    const u32 full = s.w_full + 8 * slot;
+    barrier_expect(full, cfg::W_BYTES);
+    int at[5] = {c * cfg::CHUNK, t.feature, t.batch, 0, 0};
+    if constexpr (cfg::W_PACKED) {
+        at[0] = 0;
+        at[1] += ((t.batch * cfg::TAPS + cfg::TAP_NUMBER[tap]) * cfg::CHUNKS + c) * cfg::FEATURES;
+    }
+    const u32 to = s.w + slot * cfg::W_BYTES;
+    if constexpr (cfg::W_INNER) {  // block by block; programs share a block's channels
+        constexpr int SHARE = cfg::W_BYTES / cfg::W_COPIES / cfg::W_SHARED;
+        const int mine = cfg::W_SHARED > 1 ? cluster_rank() : 0;
+        at[0] = t.feature, at[1] = c * cfg::CHUNK + mine * (cfg::CHUNK / cfg::W_SHARED);
+        UNROLL for (int n = 0; n < cfg::W_COPIES; n++, at[0] += BLOCK) {
+            const u32 there = to + (n * cfg::W_SHARED + mine) * SHARE;
+            if constexpr (cfg::W_SHARED > 1) spread_box<cfg::W_RANK>(there, w, full, at, (1 << cfg::W_SHARED) - 1);
+            else load_box<cfg::W_RANK>(there, w, full, at);
+        }
+    } else if constexpr (cfg::W_SHARED > 1) {
+        const int mine = cluster_rank();
+        at[1] += mine * (BLOCK * cfg::BLOCKS * cfg::SPLIT / cfg::W_SHARED);
+        spread_box<cfg::W_RANK>(to + mine * (cfg::W_BYTES / cfg::W_SHARED), w, full, at, (1 << cfg::W_SHARED) - 1);
+    } else {
+        load_box<cfg::W_RANK>(to, w, full, at);
+    }
+}
+
+DEVICE void produce(const Shared& s, const TensorMap* x, const TensorMap* w) {
+    Ring<cfg::X_STAGES> x_ring;
+    Ring<W_TILES> w_ring;
+    // where weights stay: input of the first tiles goes before the weights that they need last
+    constexpr int AHEAD = STREAM || cfg::CHUNKS * cfg::PHASES > 1 ? 0
+                          : (cfg::TEAMS < cfg::X_STAGES ? cfg::TEAMS : cfg::X_STAGES) - 1;
+    int n = first_tile();
+    for (int turn = 0; n < cfg::WORK; n += next_tile(), turn++) {
+        const Tile t = tile_of(n);
+        const bool weights_late = !STREAM && turn == AHEAD;
+        const bool last_chance = !STREAM && turn < AHEAD && n + next_tile() >= cfg::WORK;
+        walk(
+            t,
+            [&](int c, int phase) { fetch_input(s, x, t, c, phase, x_ring); },
+            [&](int c, int tap, bool) {
+                if constexpr (STREAM) {
+                    barrier_wait(s.w_empty + 8 * w_ring.slot, w_ring.parity ^ 1);
+                    fetch_weights(s, w, t, c, tap, w_ring.slot);
+                    w_ring.next();
+                } else {
+                    const bool first_tap = tap == 0;
+                    const bool now = AHEAD == 0 ? turn == 0
+                                     : first_tap ? turn == 0 : weights_late || last_chance;
+                    if (now) fetch_weights(s, w, t, c, tap, c * cfg::TAPS + tap);
+                }
+            });
+    }
+}
+
+// What the epilogue reads by tiles.
+DEVICE void fetch_reads(const Shared& s, const TensorMap* const* maps) {
+    Ring<cfg::R_STAGES + !cfg::R_STAGES> ring;
+    for (int n = first_tile(); n < cfg::WORK; n += next_tile()) {
+        const Tile t = tile_of(n);
+        if (t.part) return;
+        barrier_wait(s.in_empty + 8 * ring.slot, ring.parity ^ 1);
+        const u32 full = s.in_full + 8 * ring.slot;
+        barrier_expect(full, cfg::READ_TX);
+        for (int member = 0; member < cfg::SPLIT; member++)
+            UNROLL for (int r = 0; r < cfg::READS; r++)
+                UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
+                    UNROLL for (int part = 0; part < cfg::READ_SIZE[r] / 2; part++) {
+                        const int parts = cfg::READ_SIZE[r] / 2;
+                        int at[5] = {t.feature + (member * cfg::BLOCKS + m) * BLOCK + part * (BLOCK / parts), 0, 0, 0, 0};
+                        UNROLL for (int l = 0; l < cfg::LINES; l++)
+                            at[1 + l] = cfg::FOLD ? t.cell(l) : t.position(l);
+                        if constexpr (cfg::BATCH > 1) at[1 + cfg::LINES] = t.batch;
+                        load_box<cfg::TILE_RANK>(s.in + (ring.slot * cfg::SPLIT + member) * cfg::READ_BYTES +
+                                                     cfg::READ_AT[r] + m * cfg::READ_BLOCK[r] +
+                                                     part * (cfg::READ_BLOCK[r] / parts),
+                                                 maps[r], full, at);
+                    }
+        ring.next();
+    }
+}
+
+// What of a float32 the matrix unit leaves away: it reads 11 bits of a word's significand.
+DEVICE u32 low_part(u32 word) {
+    return rounded_tf32(__float_as_uint(__uint_as_float(word) - __uint_as_float(word & 0xFFFFE000u)));
+}
+
+// The low parts of each chunk of input, by two warps: thread counts their 64.
+DEVICE void split_input(const Shared& s, int thread) {
+    constexpr int EACH = 4, STRIDE = 16 * 64;  // bytes of all threads
+    Ring<cfg::X_STAGES> ring;
+    for (int n = first_tile(); n < cfg::WORK; n += next_tile())
+        walk(
+            tile_of(n),
+            [&](int, int) {
+                barrier_wait(s.x_full + 8 * ring.slot, ring.parity);
+                const u32 from = s.x + ring.slot * cfg::X_SLOT;
+#pragma unroll 1
+                for (int at = 16 * thread; at < cfg::X_BYTES; at += EACH * STRIDE) {
+                    uint4 v[EACH];  // all loads before the first store
+                    UNROLL for (int i = 0; i < EACH; i++)
+                        if (at + i * STRIDE < cfg::X_BYTES) v[i] = load_part(from + at + i * STRIDE);
+                    UNROLL for (int i = 0; i < EACH; i++)
+                        if (at + i * STRIDE < cfg::X_BYTES)
+                            store_part(from + X_LOW + at + i * STRIDE,
+                                       make_uint4(low_part(v[i].x), low_part(v[i].y), low_part(v[i].z), low_part(v[i].w)));
+                }
+                publish();
+                __syncwarp();
+                if ((thread & 31) == 0) barrier_arrive(s.split + 8 * ring.slot);
+                ring.next();
+            },
+            [](int, int, bool) {});
+}
+
+}  // namespace engine
