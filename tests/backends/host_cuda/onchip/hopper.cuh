@@ -48,8 +48,21 @@ constexpr u32 FIRST = 1024, BYTES = 227 << 10;
 alignas(1024) static unsigned char shared_bytes[FIRST + BYTES];
 namespace packed { unsigned char memory[1]; }
 
+// What each thread waits for, for the message of a run that stops.
+struct Waiting {
+    const char* volatile what;
+    volatile u32 at, parity;
+};
+static Waiting waiting[1024];
+
 [[noreturn]] static void stop(const char* what, u32 n) {
     std::printf("%s %u: program %d, thread %d\n", what, n, blockIdx.x, threadIdx.x);
+    for (int t = 0; t < blockDim.x; t++) {
+        const Waiting &w = waiting[t], &before = waiting[t ? t - 1 : 0];
+        const char* now = w.what ? w.what : "runs";
+        if (t % 32 && w.what == before.what && w.at == before.at && w.parity == before.parity) continue;
+        std::printf("thread %d: %s %u, parity %u\n", t, now, w.at, w.parity);
+    }
     std::fflush(stdout);
     std::_Exit(3);
 }
@@ -71,22 +84,27 @@ struct Meeting {
     std::condition_variable changed;
     int here = 0;
     u64 round = 0;
-    void wait(int all, const char* what) {
+    void wait(int all, const char* what, u32 id) {
+        waiting[threadIdx.x] = {what, id, 0};
+        meet(all, what, id);
+        waiting[threadIdx.x].what = nullptr;
+    }
+    void meet(int all, const char* what, u32 id) {
         std::unique_lock<std::mutex> held(lock);
         const u64 mine = round;
         if (++here == all) {
             here = 0, round++;
             changed.notify_all();
         } else if (!changed.wait_for(held, LONGEST, [&] { return round != mine; })) {
-            stop(what, 0);
+            stop(what, id);
         }
     }
 };
 static Meeting named[16], warps[32], everyone;
 static u32 exchanged[32][32];
-DEVICE void __syncwarp() { warps[threadIdx.x / 32].wait(32, "a warp does not meet"); }
-DEVICE void __syncthreads() { everyone.wait(blockDim.x, "a program does not meet"); }
-DEVICE void group_barrier(int id, int threads) { named[id].wait(threads, "a group does not meet"); }
+DEVICE void __syncwarp() { warps[threadIdx.x / 32].wait(32, "a warp does not meet", threadIdx.x / 32); }
+DEVICE void __syncthreads() { everyone.wait(blockDim.x, "a program does not meet", 0); }
+DEVICE void group_barrier(int id, int threads) { named[id].wait(threads, "a group does not meet", id); }
 template <class T> static T __shfl_sync(u32, T v, int from) {
     const int warp = threadIdx.x / 32;
     std::memcpy(&exchanged[warp][threadIdx.x % 32], &v, 4);
@@ -124,9 +142,11 @@ DEVICE void barrier_arrive(u32 at) { barrier_at(at).step(1, 0); }
 DEVICE void barrier_expect(u32 at, int bytes) { barrier_at(at).step(1, bytes); }
 DEVICE void barrier_wait(u32 at, u32 parity) {
     Barrier& b = barrier_at(at);
+    waiting[threadIdx.x] = {"an endless wait at", at, parity};
     std::unique_lock<std::mutex> held(b.lock);
     if (!b.changed.wait_for(held, LONGEST, [&] { return (b.round & 1) != parity; }))
         stop("an endless wait at", at);
+    waiting[threadIdx.x].what = nullptr;
 }
 DEVICE void barriers_ready() {}
 DEVICE void publish() {}

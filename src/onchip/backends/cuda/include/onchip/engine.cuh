@@ -112,6 +112,7 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
         if constexpr (cfg::READS > 0) {
             const u32 empty = s.in_empty + 8 * in.slot;
             if constexpr (!cfg::IN_PLACE) {
+                __syncwarp();  // all lanes have read
                 if (e.lane == 0) barrier_arrive(empty);
             } else if (e.thread == 0) {  // the tile before has left its slot
                 stores_wait_read<1>();

@@ -235,8 +235,9 @@ DEVICE void load(const Shared& s, const T* x, const TensorMap* w, int thread) {
 
 // ---- the consumers -----------------------------------------------------------------------------
 
-// For a warp.
+// For a warp, all of whose lanes have come here: what they waited for must not go on without one.
 DEVICE void arrive(u32 barrier) {
+    __syncwarp();
     if ((threadIdx.x & 31) == 0) barrier_arrive(barrier);
 }
 
@@ -388,7 +389,6 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
                 const u32 row = s.carry + m * (CARRY_BYTES / cfg::BLOCKS) + thread * 4;
                 fold_down(d[m], row + other * CARRY_BYTES, row + group * CARRY_BYTES, n > mine.first && !begins(n));
             }
-            __syncwarp();
         }
         if constexpr (cfg::TEAMS > 1) arrive(s.done + 8 * group);
         if (n == mine.first && mine.above) continue;

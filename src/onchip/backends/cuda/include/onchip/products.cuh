@@ -188,7 +188,10 @@ struct Consumer {
     }
 
     // All that this team waits for has come: the next team may wait.
-    __device__ __forceinline__ void pass_on() { release<1>(s.turn + 8 * (group / cfg::SPLIT)); }
+    __device__ __forceinline__ void pass_on() {
+        __syncwarp();  // no lane is left behind at a barrier that goes on
+        release<1>(s.turn + 8 * (group / cfg::SPLIT));
+    }
 
     // The rings as they are after a tile of another team.
     __device__ __forceinline__ void pass() {
