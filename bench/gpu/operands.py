@@ -95,23 +95,12 @@ extern "C" __global__ void __launch_bounds__({128 * x.warpgroups}, 1) clocks(lon
 
 
 def compiled(source: str) -> bytes:
-    from cuda.bindings import nvrtc
+    from onchip.backends.cuda.worker import headers, run_nvrtc
 
-    headers = {f"onchip/{p.name}": p.read_bytes() for p in (INCLUDE / "onchip").glob("*.cuh")}
-    _, program = nvrtc.nvrtcCreateProgram(
-        source.encode(), b"operands.cu", len(headers), list(headers.values()),
-        [name.encode() for name in headers],
-    )  # fmt: skip
-    options = [b"--gpu-architecture=sm_90a", b"--std=c++17"]
-    (code,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    options = ["--gpu-architecture=sm_90a", "--std=c++17"]
+    code, log, _, binary = run_nvrtc(source, "operands.cu", headers(INCLUDE), options)
     if int(code):
-        _, size = nvrtc.nvrtcGetProgramLogSize(program)
-        log = bytes(size + 1)
-        nvrtc.nvrtcGetProgramLog(program, log)
-        sys.exit(log.decode(errors="replace"))
-    _, size = nvrtc.nvrtcGetCUBINSize(program)
-    binary = bytes(size + 1)
-    nvrtc.nvrtcGetCUBIN(program, binary)
+        sys.exit(log)
     return binary
 
 

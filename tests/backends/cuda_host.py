@@ -50,18 +50,12 @@ def library(text: str, folder: Path) -> ctypes.CDLL:
 
 def nvrtc_log(text: str) -> str:
     """What NVRTC says of text for sm_90a; "" if it compiles."""
-    from cuda.bindings import nvrtc
+    from onchip.backends.cuda.worker import headers, run_nvrtc
 
-    source = ("#include <onchip/scalar.cuh>\n" + text).encode()
-    _, program = nvrtc.nvrtcCreateProgram(source, b"text.cu", 0, [], [])
-    options = [b"--gpu-architecture=sm_90a", b"--std=c++17", f"-I{INCLUDE}".encode()]
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    _, size = nvrtc.nvrtcGetProgramLogSize(program)
-    log = bytes(size + 1)  # of its own: one byte would be shared by all of Python
-    nvrtc.nvrtcGetProgramLog(program, log)
-    nvrtc.nvrtcDestroyProgram(program)
-    failed = status != nvrtc.nvrtcResult.NVRTC_SUCCESS
-    return log.decode(errors="replace").strip("\0 \n") or ("failed" if failed else "")
+    source = "#include <onchip/scalar.cuh>\n" + text
+    options = ["--gpu-architecture=sm_90a", "--std=c++17"]
+    code, log, *_ = run_nvrtc(source, "text.cu", headers(INCLUDE), options)
+    return log or ("failed" if int(code) else "")
 
 
 class Text:

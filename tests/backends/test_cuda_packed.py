@@ -190,18 +190,13 @@ def test_refusals_say_what_does_not_fit() -> None:
 
 @pytest.mark.parametrize("name", ["rows handed on", "float32", "one channel, a long filter"])
 def test_kernels_compile(name: str) -> None:
-    from cuda.bindings import nvrtc
+    from onchip.backends.cuda.worker import headers, run_nvrtc
 
     case, config = made(name)
     assert isinstance(case.problem, Problem)
     source = emit(case.problem, config, H200, case.strides)
     assert not isinstance(source, Refusal), source
-    _, program = nvrtc.nvrtcCreateProgram(source.text.encode(), b"packed.cu", 0, [], [])
-    options = [b"--gpu-architecture=sm_90a", b"--std=c++17", f"-I{INCLUDE}".encode()]
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    _, size = nvrtc.nvrtcGetProgramLogSize(program)
-    log = b" " * size
-    nvrtc.nvrtcGetProgramLog(program, log)
-    nvrtc.nvrtcDestroyProgram(program)
-    assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS, log.decode()
-    assert "serializ" not in log.decode()
+    options = ["--gpu-architecture=sm_90a", "--std=c++17"]
+    code, log, *_ = run_nvrtc(source.text, "packed.cu", headers(INCLUDE), options)
+    assert not int(code), log
+    assert "serializ" not in log

@@ -321,13 +321,9 @@ DEVICE void load_words(u32 at, u32& a, u32& b) {
 
 // ---- element types -----------------------------------------------------------------------------
 
-DEVICE float bf16_float(u32 x) { return onchip::from_bf16(x); }
-DEVICE float fp16_float(u32 x) { return onchip::from_fp16(x); }
 DEVICE u32 pack_bf16(float low, float high) { return onchip::to_bf16(low) | (u32)onchip::to_bf16(high) << 16; }
 DEVICE u32 pack_fp16(float low, float high) { return onchip::to_fp16(low) | (u32)onchip::to_fp16(high) << 16; }
 DEVICE u32 rounded_tf32(u32 x) { return (x & 0x7F800000) == 0x7F800000 ? x : (x + 0x1000) & ~0x1FFFu; }
-DEVICE float larger(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }
-DEVICE float smaller(float a, float b) { return a != a ? a : b != b ? b : a < b ? a : b; }
 
 // ---- what the packed form does not use ---------------------------------------------------------
 

@@ -1,6 +1,7 @@
 // From a tile's sums to results: the generated functions on each element, windows folded, tiles stored.
 // It asks of a main loop only where a thread's sums lie: D[feature, position] in fragments of wgmma.
 #pragma once
+#include <onchip/half.cuh>
 #include <onchip/tiles.cuh>
 
 namespace engine {
@@ -8,7 +9,7 @@ namespace engine {
 // ---- the epilogue ------------------------------------------------------------------------------
 
 DEVICE float folded(float a, float b) {
-    return cfg::FOLD == 'M' ? larger(a, b) : cfg::FOLD == 'm' ? smaller(a, b) : a + b;
+    return cfg::FOLD == 'M' ? onchip::maximum(a, b) : cfg::FOLD == 'm' ? onchip::minimum(a, b) : a + b;
 }
 
 // A tile of results: the cells of a patch, or its positions. A thread's part of it is counted by
@@ -71,7 +72,7 @@ DEVICE u32 packed(float low, float high) {
 }
 DEVICE float unpacked(u32 word, int e) {
     const u32 x = e ? word >> 16 : word & 0xFFFF;
-    return cfg::HALF == 'b' ? bf16_float(x) : fp16_float(x);
+    return cfg::HALF == 'b' ? onchip::from_bf16(x) : onchip::from_fp16(x);
 }
 DEVICE u32 folded_halves(u32 a, u32 b) {
     u32 r;

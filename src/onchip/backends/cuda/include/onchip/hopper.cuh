@@ -321,12 +321,6 @@ DEVICE void load_words(u32 at, u32& a, u32& b) {
 
 // ---- element types -----------------------------------------------------------------------------
 
-DEVICE float bf16_float(u32 x) { return __uint_as_float(x << 16); }
-DEVICE float fp16_float(u32 x) {
-    float r;
-    asm("{\n.reg .b16 h;\ncvt.u16.u32 h, %1;\ncvt.f32.f16 %0, h;\n}" : "=f"(r) : "r"(x));
-    return r;
-}
 // Two halves in a word, the first one low.
 DEVICE u32 pack_bf16(float low, float high) {
     u32 r;
@@ -342,15 +336,5 @@ DEVICE u32 pack_fp16(float low, float high) {
 DEVICE u32 rounded_tf32(u32 x) {
     u32 r;
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(__uint_as_float(x)));
-    return r;
-}
-DEVICE float larger(float a, float b) {
-    float r;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-    return r;
-}
-DEVICE float smaller(float a, float b) {
-    float r;
-    asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
     return r;
 }
