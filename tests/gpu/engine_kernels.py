@@ -4,7 +4,7 @@ and compared with ATen in float64."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from tests.backends.triton_jobs import POISON, poisoned
@@ -51,13 +51,17 @@ class Ready:
         return out
 
 
-def ready(prepared: Sequence[Prepared]) -> dict[str, Ready]:
-    """All configurations of all cases, compiled in one call."""
-    found = [Ready(p, [p.candidate(c) for c in p.configs], []) for p in prepared]
+def ready(prepared: Sequence[Prepared], above: str = "") -> dict[str, Ready]:
+    """All configurations of all cases, compiled in one call; `above`: text before each."""
+    found = [Ready(p, [headed(p.candidate(c), above) for c in p.configs], []) for p in prepared]
     built = iter(GENERATOR.build_all([c for r in found for c in r.candidates]))
     for r in found:
         r.built = [next(built) for _ in r.candidates]
     return {r.case.case.name: r for r in found}
+
+
+def headed(c: Candidate, above: str) -> Candidate:
+    return replace(c, source=replace(c.source, text=above + c.source.text))
 
 
 @dataclass(eq=False)

@@ -70,6 +70,7 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
             consumer.pass();
             continue;
         }
+        mark(0, turn);
         const Tile t = tile_of(n);
         const u32 read = s.in + (in.slot * cfg::SPLIT + consumer.member) * cfg::READ_BYTES;
         Epilogue e{a, s, t, group, consumer.member, (int)threadIdx.x & 127, warp & 3, (int)threadIdx.x & 31,
@@ -83,12 +84,18 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
         if constexpr (cfg::TURNS)
             if (turn > 0)
                 barrier_wait(s.turn + 8 * ((team + cfg::TEAMS - 1) % cfg::TEAMS), (turn - 1) / cfg::TEAMS & 1);
+        mark(1, turn);
         Sums d;
         if constexpr (cfg::SPLITS) consumer.sum_split(d, t, order);
         else consumer.sum(d, t);
+        mark(2, turn);
         if constexpr (cfg::K_SPLIT > 1)
             if (!added_up(d, s, t.part, consumer.member, e.thread)) break;
+        mark(3, turn);
         if constexpr (cfg::READS > 0) barrier_wait(s.in_full + 8 * in.slot, in.parity);
+        mark(4, turn);
+        // what `before` makes of the sums is what windows fold: results of positions come first
+        if constexpr (cfg::FOLD != 0) all_results<0, false>(e, d, c, results);
         typedef View<false> V;
         UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
             UNROLL for (int slot = 0; slot < V::SLOTS; slot++)
@@ -102,7 +109,7 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
                         float& v = d[m][strip][4 * g + 2 * h + x];
                         v = before(a, v, c[m][h], p);
                     }
-        all_results<0>(e, d, c, results);
+        all_results<0, cfg::FOLD != 0>(e, d, c, results);
         if constexpr (cfg::STAGED) {
             e.tile_is_free();
             e.stage(d);
@@ -122,6 +129,7 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
             in.skip(cfg::TEAMS);
         }
         if constexpr (cfg::STAGED) group_barrier(1 + group, 128);  // all have read
+        mark(5, turn);
     }
     if ((threadIdx.x & 127) == 0) stores_wait_read<0>();  // shared memory goes with the program
     if constexpr (cfg::K_SPLIT > 1) barrier_acquire(s.added, 0);  // nobody reads this program's memory
@@ -132,6 +140,7 @@ DEVICE void run(const Args& a, const TensorMap* x, const TensorMap* w, const Ten
     extern __shared__ unsigned char memory[];
     const Shared s = Shared::at(shared_address(memory));
     const int warp = threadIdx.x >> 5;
+    mark(6, 0);
     if (threadIdx.x == 0) {
         for (int i = 0; i < W_TILES; i++) {
             barrier_init(s.w_full + 8 * i, 1);
@@ -178,6 +187,7 @@ DEVICE void run(const Args& a, const TensorMap* x, const TensorMap* w, const Ten
         consume(s, a, results);
     }
     start_next_launch();
+    mark(7, 0);
     if constexpr (cfg::X_SHARED * cfg::W_SHARED > 1) {
         __syncwarp();
         cluster_barrier();  // nobody leaves while others write to its shared memory

@@ -347,12 +347,14 @@ struct Epilogue {
     }
 };
 
-template <int R>
+// Those of positions, or those of windows.
+template <int R, bool POOLED>
 DEVICE void all_results(const Epilogue& e, const Sums& d, const Features (&c)[cfg::BLOCKS][2],
                         const TensorMap* const* maps) {
     if constexpr (R < cfg::RESULTS) {
-        if constexpr (!(cfg::STAGED && cfg::RESULT_POOLED[R])) e.one_result<R>(d, c, maps[R]);
-        all_results<R + 1>(e, d, c, maps);
+        constexpr bool OWN = cfg::RESULT_POOLED[R] == POOLED && !(cfg::STAGED && POOLED);
+        if constexpr (OWN) e.one_result<R>(d, c, maps[R]);
+        all_results<R + 1, POOLED>(e, d, c, maps);
     }
 }
 template <int R>

@@ -64,6 +64,7 @@ DEVICE void produce(const Shared& s, const TensorMap* x, const TensorMap* w) {
                           : (cfg::TEAMS < cfg::X_STAGES ? cfg::TEAMS : cfg::X_STAGES) - 1;
     int n = first_tile();
     for (int turn = 0; n < cfg::WORK; n += next_tile(), turn++) {
+        mark(0, turn);
         const Tile t = tile_of(n);
         const bool weights_late = !STREAM && turn == AHEAD;
         const bool last_chance = !STREAM && turn < AHEAD && n + next_tile() >= cfg::WORK;
@@ -82,6 +83,7 @@ DEVICE void produce(const Shared& s, const TensorMap* x, const TensorMap* w) {
                     if (now) fetch_weights(s, w, t, c, tap, c * cfg::TAPS + tap);
                 }
             });
+        mark(1, turn);
     }
 }
 

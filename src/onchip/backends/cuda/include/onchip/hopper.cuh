@@ -6,6 +6,7 @@
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
+typedef long long i64;
 typedef unsigned short u16;
 
 // A CUtensorMap: opaque, made by the driver.
@@ -43,11 +44,25 @@ DEVICE void barrier_expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
 }
-// A wait that would never end ends the kernel with an error instead.
-constexpr u64 LONGEST_WAIT = 4000000000;  // nanoseconds
-DEVICE void still_waiting(u64& since) {
-    u64 now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+// When warps of a program come to a place in their text, and in which turn of its loop. For
+// bench/gpu/timeline.py, which says where that is kept, how many turns, of which program.
+#ifdef TIMELINE
+constexpr int PLACES = 8;
+DEVICE void mark(int place, int turn) {
+    if (blockIdx.x == TIMELINE_PROGRAM && (threadIdx.x & 31) == 0 && turn < TIMELINE_TURNS)
+        ((i64*)TIMELINE)[((threadIdx.x >> 5) * TIMELINE_TURNS + turn) * PLACES + place] = clock64();
+}
+#else
+DEVICE void mark(int, int) {}
+#endif
+
+// A wait that would never end ends the kernel with an error instead. Clocks of a multiprocessor only go
+// on, which the GPU's wall clock does not promise.
+#ifndef LONGEST_WAIT
+#define LONGEST_WAIT 8000000000  // clocks: 4 s at 2 GHz; tools that slow a kernel down set another
+#endif
+DEVICE void still_waiting(i64& since) {
+    const i64 now = clock64();
     if (!since) since = now;
     if (now - since > LONGEST_WAIT) __trap();
 }
@@ -59,7 +74,7 @@ DEVICE void still_waiting(u64& since) {
                  : "memory")
 DEVICE void barrier_wait(u32 barrier, u32 parity) {
     u32 done = 0;
-    u64 since = 0;
+    i64 since = 0;
     do {
         TRY("");
         if (!done) still_waiting(since);
@@ -68,7 +83,7 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
 // Until programs of the cluster have released what they wrote.
 DEVICE void barrier_acquire(u32 barrier, u32 parity) {
     u32 done = 0;
-    u64 since = 0;
+    i64 since = 0;
     do {
         TRY(".acquire.cluster");
         if (!done) still_waiting(since);

@@ -216,18 +216,24 @@ DEVICE void load(const Shared& s, const T* x, const TensorMap* w, int thread) {
     for (int i = 0; i < RAW_STAGES - 1; i++) fetch();
     u32 parity = 0;
     engine::Ring<cfg::X_STAGES> ring;
-    for (; here.n < mine.last; here.next()) {
+    for (int turn = 0; here.n < mine.last; here.next(), turn++) {
+        mark(0, turn);
         if constexpr (WHOLE_ROWS) barrier_wait(s.raw_full + 8 * raw, parity);
         else copies_wait<RAW_STAGES - 2>();
+        mark(1, turn);
         group_barrier(15, LOADERS);  // these rows are here, those before have been read
+        mark(2, turn);
         fetch();
+        mark(3, turn);
         for (int chunk = 0; chunk < RUN_CHUNKS; chunk++) {
             barrier_wait(s.x_empty + 8 * ring.slot, ring.parity ^ 1);
+            mark(4, turn);
             lay_out(s.x + ring.slot * SLOT, s.raw + raw * RAW_SLOT, chunk, thread);
             publish();
             __syncwarp();
             if ((thread & 31) == 0) barrier_arrive(s.x_full + 8 * ring.slot);
             ring.next();
+            mark(5, turn);
         }
         if (++raw == RAW_STAGES) raw = 0, parity ^= 1;
     }
@@ -357,15 +363,21 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
             slot += spent * RUN_CHUNKS;
             continue;
         }
+        mark(0, turn);
         t = tile_at(n, mine.feature);
         const int other = (group + WARPGROUPS - cfg::SPLIT) % WARPGROUPS;  // that has the tile before
         const u32 parity = (turn - 1) / cfg::TEAMS & 1;
         Sums d;
         if (cfg::TEAMS > 1 && turn > 0) barrier_wait(s.turn + 8 * other, parity);
+        mark(1, turn);
         sum(d, s, s.w + member * cfg::BLOCKS * BLOCK * 128, slot, weights_here);
         weights_here = true;
+        mark(2, turn);
         if constexpr (cfg::TEAMS > 1) arrive(s.turn + 8 * group);
         products_wait<0>();
+        mark(3, turn);
+        const bool stores = n > mine.first || !mine.above;
+        if (cfg::FOLD != 0 && stores) engine::all_results<0, false>(e, d, c, results);
         typedef engine::View<false> V;
         UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
             UNROLL for (int strip = 0; strip < cfg::STRIPS; strip++)
@@ -379,6 +391,7 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
                 }
         if constexpr (CARRIED)
             UNROLL for (int m = 0; m < cfg::BLOCKS; m++) fold_left(d[m], lane);
+        mark(4, turn);
         // the tiles before have multiplied, and the last one has handed on its row
         if (cfg::TEAMS > 1 && turn > 0) barrier_wait(s.done + 8 * other, parity);
         for (int u = 0; u < spent; u++)
@@ -391,8 +404,9 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
             }
         }
         if constexpr (cfg::TEAMS > 1) arrive(s.done + 8 * group);
-        if (n == mine.first && mine.above) continue;
-        engine::all_results<0>(e, d, c, results);
+        mark(5, turn);
+        if (!stores) continue;
+        engine::all_results<0, cfg::FOLD != 0>(e, d, c, results);
         if constexpr (cfg::STAGED) {
             e.tile_is_free();
             e.stage(d);
@@ -400,6 +414,7 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
             engine::all_folds<0>(e);
             group_barrier(1 + group, 128);  // all have read
         }
+        mark(6, turn);
     }
     if (thread == 0) stores_wait_read<0>();  // shared memory goes with the program
 }
