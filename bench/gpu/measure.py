@@ -18,6 +18,7 @@ from onchip.fusion.machine import GPUS, HOPPER
 from onchip.planning.candidates import Candidate
 from onchip.planning.generators import cuda, triton
 from onchip.planning.plan import Kernel
+from onchip.report import bench_once
 from onchip.report import bench_replay as replay
 from onchip.report.bench_suites import Case
 
@@ -166,20 +167,28 @@ class Bench:
     def _time(self, s: Subject, sets: Sets, calls: dict[str, list[Any]]) -> None:
         name, nbytes = title(s.case), s.nbytes
         calls = {k: c for k, c in calls.items() if c}
-        quick, failed = replay.medians(calls, QUICK) if calls else ({}, {})
+        quick, failed = self._medians(calls, QUICK) if calls else ({}, {})
         for k, us in quick.items():
             self.note(row=dict(self.done[name, k], **self._speed(nbytes, us)))
         for k, why in failed.items():
             self.note(row=dict(self.done[name, k], error=f"not timed: {why}"))
         best = sorted(quick, key=quick.__getitem__)[:BEST]
         forms = {k: calls[k] for k in best} | self._peers(s, sets)
-        final, failed = replay.medians(forms)
+        final, failed = self._medians(forms)
         for k, us in final.items():
             first = self.done.get((name, k), dict(case=name, variant=k, peer=True))
             self.note(row=dict(first, **self._speed(nbytes, us)))
         for k, why in failed.items():
             self.note(row=dict(case=name, variant=k, peer=True, error=why))
         self.note(final=self._floor(s))
+
+    def _medians(
+        self, forms: dict[str, list[Any]], rounds: int | None = None
+    ) -> tuple[dict[str, float], dict[str, str]]:
+        if self.options.once:
+            first = {k: calls[0] for k, calls in forms.items()}
+            return bench_once.medians(first, 4 * (rounds or bench_once.ROUNDS // 4))
+        return replay.medians(forms, rounds or replay.ROUNDS)
 
     def _floor(self, s: Subject) -> dict[str, Any]:
         floor = s.nbytes / self.gbs / 1e3

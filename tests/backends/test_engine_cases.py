@@ -24,6 +24,23 @@ def test_every_configuration_is_possible(name):
         assert refused is None, f"{c.label}: {refused}"
 
 
+@pytest.mark.parametrize("name", [n for n in CASES if n.startswith("two_results")])
+def test_tiles_have_all_positions_and_cells(name):
+    p = prepared(name)
+    for c in p.configs:
+        g = p.geometry(c)
+        for line, tiles, cells, patch in zip(
+            p.problem.lines, g.tiles, g.cells, c.patch, strict=True
+        ):
+            pools = p.problem.pools
+            found = {t * cells + q for t in range(tiles) for q in range(cells)}
+            assert set(range(line.cells if pools else line.positions)) <= found
+            starts = [
+                t * cells * line.hop - line.lead if pools else t * patch for t in range(tiles)
+            ]
+            assert set(range(line.positions)) <= {s + i for s in starts for i in range(patch)}
+
+
 def facts(p: Prepared, g: Geometry) -> Iterator[str]:
     """The branches of the device code that a kernel takes, in words."""
     c, q = g.config, g.problem

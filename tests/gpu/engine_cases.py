@@ -326,6 +326,15 @@ def two_results():
     return Fn(f, c=conv(64, 64, 3, padding=1)), image(2, 64, 12, 16)
 
 
+@case(Config((8, 8, 1), 1, x_stages=3, w_stages=4), Config((8, 8, 1), 1, x_stages=3, teams=2))
+def two_results_odd():
+    def f(s, x):
+        y = F.relu(s.c(x))
+        return y, F.max_pool2d(y, 2)  # no window reads the last row and column
+
+    return Fn(f, c=conv(64, 64, 3, padding=1)), image(2, 64, 13, 17)
+
+
 @case(Config((8, 8, 1), 1, x_stages=3, w_stages=4))
 def two_results_staged():
     def f(s, x):

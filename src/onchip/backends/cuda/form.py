@@ -262,8 +262,12 @@ class _Form:
     def _with_tiles(self, p: Problem) -> Problem:
         """The problem with what it reads, and which results are stored in tiles."""
 
+        # the copy engine stores no box that starts before its tensor: an illegal instruction on an
+        # H200
+        early = p.pools and any(x.lead for x in p.lines)
+
         def tile(r: Result) -> bool:
-            return self._is_tile(r.tensor, r.index, r.pooled, p)
+            return (r.pooled or not early) and self._is_tile(r.tensor, r.index, r.pooled, p)
 
         results = tuple(replace(r, tile=tile(r)) for r in p.results)
         return replace(p, results=results, reads=self._reads(p))

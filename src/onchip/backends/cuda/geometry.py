@@ -226,11 +226,20 @@ class Geometry:
 
     @cached_property
     def tiles(self) -> tuple[int, ...]:
-        """Of results along each line."""
-        return tuple(
-            ceil((line.cells if self.problem.pools else line.positions) / c)
-            for line, c in zip(self.problem.lines, self.cells, strict=True)
-        )
+        """Of results along each line: all cells, and all positions if some result has those."""
+        p, found = self.problem, []
+        for line, n, c in zip(p.lines, self.cells, self.config.patch, strict=True):
+            tiles = ceil((line.cells if p.pools else line.positions) / n)
+            if self.positions_stored:
+                left = line.positions + (0 if self.carried else line.lead) - c
+                tiles = max(tiles, ceil(max(left, 0) / (n * line.hop)) + 1)
+            found.append(tiles)
+        return tuple(found)
+
+    @property
+    def positions_stored(self) -> bool:
+        """A result of positions beside one of windows."""
+        return self.problem.pools and not all(r.pooled for r in self.problem.results)
 
     @property
     def tile_features(self) -> int:

@@ -123,7 +123,13 @@ def _first(g: Geometry, checks: Checks, shared_bytes: int) -> Refusal | None:
     name = p.results[0].tensor.name
     tiles = [*(r.tensor for r in p.results), *(r.tensor for r in p.reads if r.kind == "tile")]
     mixed = len({t.dtype for t in tiles if t.dtype.size == 2}) > 1
-    for wrong, text in [*checks, (mixed, "tiles of bfloat16 and of float16")]:
+    steps = (n * x.hop for n, x in zip(g.cells, p.lines, strict=True))
+    gaps = any(c < s for c, s in zip(g.config.patch, steps, strict=True))
+    common = [
+        (mixed, "tiles of bfloat16 and of float16"),
+        (g.positions_stored and gaps, "a result of positions that no tile of windows has"),
+    ]
+    for wrong, text in [*checks, *common]:
         if wrong:
             return Refusal(Rule.CONTRACTION_FORM, name, text)
     if g.shared_bytes > shared_bytes:
