@@ -154,7 +154,6 @@ class _Emitter:
             "TAPS": p.taps, "PHASES": len(g.phases), "LINES": len(p.lines),
             "X_SLOT": g.x_slot, "X_BYTES": g.x_bytes, "X_STAGES": c.x_stages,
             "X_RANK": 1 + len(p.lines) + (p.batch > 1), "X_BATCHED": int(p.batch > 1),
-            "X_ONCE": int(p.taps == 1 and g.feature_tiles == 1),
             "PIECES": g.pieces, "PIECE": g.piece, "OUTERMOST": g.outermost,
             "W_BYTES": g.w_bytes, "W_STAGES": c.w_stages, "W_PACKED": int(p.w_constant),
             "W_RANK": 2 if p.w_constant or p.batch == 1 else 3,

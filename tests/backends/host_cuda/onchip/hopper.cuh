@@ -172,10 +172,8 @@ template <class F> static void each_element(const TensorMap* m, u32 at, const in
     }
 }
 DEVICE void prefetch(const TensorMap*) {}
-DEVICE u64 kept() { return 0; }
-DEVICE u64 read_once() { return 0; }
 template <int RANK>
-DEVICE void load_box(u32 to, const TensorMap* m, u32 full, const int (&c)[5], u64) {
+DEVICE void load_box(u32 to, const TensorMap* m, u32 full, const int (&c)[5]) {
     long n = 0;
     each_element(m, to, c, [&](unsigned char* here, char* there) {
         if (there) std::memcpy(here, there, m->size);

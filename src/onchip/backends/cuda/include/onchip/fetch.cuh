@@ -24,7 +24,7 @@ DEVICE void fetch_input(const Shared& s, const TensorMap* x, const Tile& t, int 
         at[1 + cfg::OUTERMOST] = origin + piece * cfg::PIECE;
         const u32 there = to + piece * (cfg::X_BYTES / cfg::PIECES);
         if constexpr (cfg::X_SHARED > 1) spread_box<cfg::X_RANK>(there, x, full, at, (1 << cfg::X_SHARED) - 1);
-        else load_box<cfg::X_RANK>(there, x, full, at, cfg::X_ONCE ? read_once() : kept());
+        else load_box<cfg::X_RANK>(there, x, full, at);
     }
     ring.next();
 }
@@ -45,14 +45,14 @@ DEVICE void fetch_weights(const Shared& s, const TensorMap* w, const Tile& t, in
         UNROLL for (int n = 0; n < cfg::W_COPIES; n++, at[0] += BLOCK) {
             const u32 there = to + (n * cfg::W_SHARED + mine) * SHARE;
             if constexpr (cfg::W_SHARED > 1) spread_box<cfg::W_RANK>(there, w, full, at, (1 << cfg::W_SHARED) - 1);
-            else load_box<cfg::W_RANK>(there, w, full, at, kept());
+            else load_box<cfg::W_RANK>(there, w, full, at);
         }
     } else if constexpr (cfg::W_SHARED > 1) {
         const int mine = cluster_rank();
         at[1] += mine * (BLOCK * cfg::BLOCKS * cfg::SPLIT / cfg::W_SHARED);
         spread_box<cfg::W_RANK>(to + mine * (cfg::W_BYTES / cfg::W_SHARED), w, full, at, (1 << cfg::W_SHARED) - 1);
     } else {
-        load_box<cfg::W_RANK>(to, w, full, at, kept());
+        load_box<cfg::W_RANK>(to, w, full, at);
     }
 }
 
@@ -108,7 +108,7 @@ DEVICE void fetch_reads(const Shared& s, const TensorMap* const* maps) {
                         load_box<cfg::TILE_RANK>(s.in + (ring.slot * cfg::SPLIT + member) * cfg::READ_BYTES +
                                                      cfg::READ_AT[r] + m * cfg::READ_BLOCK[r] +
                                                      part * (cfg::READ_BLOCK[r] / parts),
-                                                 maps[r], full, at, read_once());
+                                                 maps[r], full, at);
                     }
         ring.next();
     }

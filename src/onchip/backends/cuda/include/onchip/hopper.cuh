@@ -120,41 +120,28 @@ DEVICE void prefetch(const TensorMap* map) {
 }
 #define LOAD "cp.async.bulk.tensor."
 #define LOAD_END ".shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-// How long the last cache keeps what a copy brings: as ever, or as short as it can, for what nobody
-// reads again. Then results that are on their way out stay there instead.
-DEVICE u64 kept() {
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-DEVICE u64 read_once() {
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
 // A box at coordinates c of a map of RANK dimensions, to shared memory; `full` counts its bytes.
-#define HINTED LOAD_END ".L2::cache_hint"
 template <int RANK>
-DEVICE void load_box(u32 to, const TensorMap* map, u32 full, const int (&c)[5], u64 policy) {
+DEVICE void load_box(u32 to, const TensorMap* map, u32 full, const int (&c)[5]) {
     if constexpr (RANK == 1)
-        asm volatile(LOAD "1d" HINTED " [%0], [%1, {%4}], [%2], %3;" ::"r"(to), "l"(map),
-                     "r"(full), "l"(policy), "r"(c[0])
+        asm volatile(LOAD "1d" LOAD_END " [%0], [%1, {%3}], [%2];" ::"r"(to), "l"(map), "r"(full),
+                     "r"(c[0])
                      : "memory");
     if constexpr (RANK == 2)
-        asm volatile(LOAD "2d" HINTED " [%0], [%1, {%4,%5}], [%2], %3;" ::"r"(to), "l"(map),
-                     "r"(full), "l"(policy), "r"(c[0]), "r"(c[1])
+        asm volatile(LOAD "2d" LOAD_END " [%0], [%1, {%3,%4}], [%2];" ::"r"(to), "l"(map), "r"(full),
+                     "r"(c[0]), "r"(c[1])
                      : "memory");
     if constexpr (RANK == 3)
-        asm volatile(LOAD "3d" HINTED " [%0], [%1, {%4,%5,%6}], [%2], %3;" ::"r"(to), "l"(map),
-                     "r"(full), "l"(policy), "r"(c[0]), "r"(c[1]), "r"(c[2])
+        asm volatile(LOAD "3d" LOAD_END " [%0], [%1, {%3,%4,%5}], [%2];" ::"r"(to), "l"(map),
+                     "r"(full), "r"(c[0]), "r"(c[1]), "r"(c[2])
                      : "memory");
     if constexpr (RANK == 4)
-        asm volatile(LOAD "4d" HINTED " [%0], [%1, {%4,%5,%6,%7}], [%2], %3;" ::"r"(to), "l"(map),
-                     "r"(full), "l"(policy), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3])
+        asm volatile(LOAD "4d" LOAD_END " [%0], [%1, {%3,%4,%5,%6}], [%2];" ::"r"(to), "l"(map),
+                     "r"(full), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3])
                      : "memory");
     if constexpr (RANK == 5)
-        asm volatile(LOAD "5d" HINTED " [%0], [%1, {%4,%5,%6,%7,%8}], [%2], %3;" ::"r"(to), "l"(map),
-                     "r"(full), "l"(policy), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]), "r"(c[4])
+        asm volatile(LOAD "5d" LOAD_END " [%0], [%1, {%3,%4,%5,%6,%7}], [%2];" ::"r"(to), "l"(map),
+                     "r"(full), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]), "r"(c[4])
                      : "memory");
 }
 // The same box into the shared memory of every program in `programs` (bits), at the same place;
@@ -180,7 +167,6 @@ DEVICE void spread_box(u32 to, const TensorMap* map, u32 full, const int (&c)[5]
                      : "memory");
 }
 #undef SPREAD
-#undef HINTED
 #undef LOAD
 #undef LOAD_END
 #define STORE "cp.async.bulk.tensor."

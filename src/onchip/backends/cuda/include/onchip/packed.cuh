@@ -193,7 +193,7 @@ DEVICE void load(const Shared& s, const T* x, const TensorMap* w, int thread) {
         for (int i = 0; i < WEIGHTS; i++) {
             const int at[5] = {0, i * cfg::FEATURES + mine.feature, 0, 0, 0};
             barrier_expect(s.w_full + 8 * i, cfg::W_BYTES);
-            load_box<2>(s.w + i * cfg::W_BYTES, w, s.w_full + 8 * i, at, kept());
+            load_box<2>(s.w + i * cfg::W_BYTES, w, s.w_full + 8 * i, at);
         }
     Cursor here{mine.first, 0}, ahead = here;
     int raw = 0, raw_ahead = 0;
