@@ -91,7 +91,7 @@ WANTED = [
     "bf16", "fp16", "tf32", "along 0", "along 1",
     *(f"rows of {n} bytes" for n in (128, 64, 32)),
     *(f"teams {n}" for n in (1, 2, 3, 4)), *(f"split {n}" for n in (1, 2, 4)),
-    "blocks 1", "blocks 2", *(f"k_split {n}" for n in (2, 5, 8)),
+    "blocks 1", "blocks 2", *(f"k_split {n}" for n in (2, 5, 8, 16)),
     *(f"{who}_shared {n}" for who in "xw" for n in (2, 4)),
     "teams, weights stay", "teams, weights come by",
     "teams with turns", "teams without turns", "several strips", "one strip",

@@ -130,6 +130,30 @@ class Geometry:
         return self.chunks * self.problem.taps
 
     @cached_property
+    def part_steps(self) -> int:
+        """Steps of the program that has most of a tile."""
+        return ceil(self.steps / self.config.k_split)
+
+    @cached_property
+    def part_inputs(self) -> int:
+        """Copies of the input that one program fetches for a tile, at most: parts end anywhere."""
+        taps, parts = self.problem.taps, self.config.k_split
+        of_tap = [n for n, phase in enumerate(self.phases) for _ in phase.taps]
+        ends = [n * self.steps // parts for n in range(parts + 1)]
+        first, last = (
+            [s // taps * len(self.phases) + of_tap[s % taps] for s in steps]
+            for steps in (ends[:-1], [end - 1 for end in ends[1:]])
+        )
+        return max(b - a + 1 for a, b in zip(first, last, strict=True))
+
+    @property
+    def at_once(self) -> bool:
+        """Programs share a tile, and each has slots for all that it fetches."""
+        c = self.config
+        slots = c.x_stages >= self.part_inputs and c.w_stages >= self.part_steps
+        return c.k_split > 1 and slots
+
+    @cached_property
     def outermost(self) -> int:
         """The line that the copies of a chunk divide: the last one with more than one element."""
         return max((n for n, e in enumerate(self.extents) if e > 1), default=0)
@@ -356,13 +380,13 @@ class Geometry:
 
     @property
     def barriers(self) -> int:
-        """Of 8 bytes each: full and empty for every slot, a turn for each team, one for each
-        warpgroup that adds up; where operands are split, one for each chunk and each warpgroup's
-        turn in its team."""
+        """Of 8 bytes each: full and empty for every slot, a turn for each team, one for the sums of
+        other programs; where operands are split, one for each chunk and each warpgroup's turn in
+        its team."""
         c = self.config
         split = c.x_stages + self.warpgroups if self.problem.splits else 0
         rings = 2 * (c.x_stages + self.w_tiles + self.r_stages)
-        return rings + c.teams + c.teams * c.split + split
+        return rings + c.teams + 1 + split
 
     @property
     def shared_bytes(self) -> int:
@@ -374,14 +398,16 @@ class Geometry:
             + c.x_stages * self.x_slot
             + c.teams * c.split * self.tile_bytes
             + self.r_stages * c.split * self.read_bytes
+            + self.others_bytes
             + 8 * self.barriers
         )
 
     @property
-    def operand_bytes(self) -> int:
-        return self.w_tiles * self.w_bytes + self.config.x_stages * self.x_slot
+    def sums_bytes(self) -> int:
+        """Of a program's sums of a tile."""
+        return self.config.split * self.accumulators * 128 * 4
 
     @property
-    def partial_bytes(self) -> int:
-        """Of a program's sums, where programs share a tile."""
-        return self.config.split * self.accumulators * 128 * 4
+    def others_bytes(self) -> int:
+        """Of other programs' sums, where programs share a tile."""
+        return (self.config.k_split - 1) * self.sums_bytes

@@ -162,7 +162,7 @@ class _Emitter:
             "HELPING": HELPING, "REGISTERS": available(g) * handed_on(g),
             "FEATURES": p.features, "FEATURE_TILES": g.feature_tiles, "FEATURE_GROUP": near,
             "BATCH": p.batch, "POSITION_TILES": g.position_tiles, "WORK": g.work,
-            "CLUSTER": c.cluster, "K_SPLIT": c.k_split,
+            "CLUSTER": c.cluster, "K_SPLIT": c.k_split, "OTHERS_BYTES": g.others_bytes,
             "X_SHARED": c.x_shared, "W_SHARED": c.w_shared, "TURNS": int(g.turns),
             "TILE_BYTES": g.tile_bytes, "READ_BYTES": g.read_bytes, "R_STAGES": g.r_stages,
             "IN_PLACE": int(g.in_place),

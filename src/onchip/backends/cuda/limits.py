@@ -40,7 +40,7 @@ def refusal(g: Geometry, shared_bytes: int) -> Refusal | None:
         (g.threads > MOST_THREADS, f"{g.threads} threads of at most {MOST_THREADS}"),
         (
             # a slot is given back when the products of the next one have begun
-            (c.x_stages == 1 and g.chunks * len(g.phases) > 1) or (c.w_stages == 1 and g.steps > 1),
+            (c.x_stages == 1 and g.part_inputs > 1) or (c.w_stages == 1 and g.part_steps > 1),
             f"rings of {c.x_stages} chunks and {c.w_stages} tiles of weights",
         ),
         (
@@ -60,10 +60,6 @@ def refusal(g: Geometry, shared_bytes: int) -> Refusal | None:
         (
             c.k_split > 1 and (c.teams > 1 or c.k_split > g.steps),
             f"{g.steps} steps of {c.teams} teams split in {c.k_split}",
-        ),
-        (
-            c.k_split > 1 and g.partial_bytes > g.operand_bytes,
-            f"{g.partial_bytes} bytes of sums in the place of operands",
         ),
         (
             p.w_features_inner and (p.w_constant or p.size != 2),

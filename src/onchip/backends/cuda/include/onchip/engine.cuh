@@ -14,45 +14,30 @@
 
 namespace engine {
 
-// Each program of the cluster may read what this warp has written. Lanes do it side by side: a release
-// waits for memory.
-DEVICE void release_sums(u32 barrier) {
-    __syncwarp();
-    const u32 lane = threadIdx.x & 31;
-    if (lane < cfg::K_SPLIT) barrier_release_at(barrier, lane);
-}
-
-// What all programs that share a tile have, added up in their order for the first one: true there.
-// The sums take the place of the operands, which nobody needs any more: a program adds up its part
-// of all programs' sums, the first one collects the parts.
+// What all programs that share a tile have, added up in their order for the first one: true there. The
+// others store theirs in the first one's memory, each at a place of its own, since the first may still
+// multiply; nobody writes to theirs, so they are done. It has started: all have met before.
 DEVICE bool added_up(Sums& d, const Shared& s, int part, int member, int thread) {
     constexpr int ALL = cfg::BLOCKS * cfg::STRIPS * SUMS / 4;  // of 16 bytes a thread
-    const u32 mine = s.w + (member * ALL * 128 + thread) * 16;
+    constexpr int BYTES = cfg::SPLIT * ALL * 128 * 16;         // of a program
+    const u32 mine = s.sums + (member * ALL * 128 + thread) * 16;
     float* flat = &d[0][0][0];
-    group_barrier(15, 128 * cfg::SPLIT);  // all of this program have multiplied
-    UNROLL for (int i = 0; i < ALL; i++)
-        store_four(mine + i * 128 * 16, flat[4 * i], flat[4 * i + 1], flat[4 * i + 2], flat[4 * i + 3]);
-    release_sums(s.added);
+    if (part > 0) {
+        const u32 there = address_in(mine + (part - 1) * BYTES, 0);
+        UNROLL for (int i = 0; i < ALL; i++)
+            store_four_there(there + i * 128 * 16, flat[4 * i], flat[4 * i + 1], flat[4 * i + 2], flat[4 * i + 3]);
+        __syncwarp();
+        if ((thread & 31) == 0) barrier_release_at(s.added, 0);
+        return false;
+    }
     barrier_acquire(s.added, 0);
-    for (int i = part * ALL / cfg::K_SPLIT; i < (part + 1) * ALL / cfg::K_SPLIT; i++) {
-        float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-        UNROLL for (int p = 0; p < cfg::K_SPLIT; p++) {
-            const float4 o = load_four_of(mine + i * 128 * 16, p);
-            v.x += o.x, v.y += o.y, v.z += o.z, v.w += o.w;
-        }
-        store_four(mine + i * 128 * 16, v.x, v.y, v.z, v.w);
-    }
-    release_sums(s.added);
-    barrier_acquire(s.added, 1);
-    if (part == 0) {
+#pragma unroll 1
+    for (u32 from = mine; from < mine + (cfg::K_SPLIT - 1) * BYTES; from += BYTES)
         UNROLL for (int i = 0; i < ALL; i++) {
-            const int owner = ((i + 1) * cfg::K_SPLIT - 1) / ALL;
-            const float4 v = load_four_of(mine + i * 128 * 16, owner);
-            flat[4 * i] = v.x, flat[4 * i + 1] = v.y, flat[4 * i + 2] = v.z, flat[4 * i + 3] = v.w;
+            const float4 v = load_four(from + i * 128 * 16);
+            flat[4 * i] += v.x, flat[4 * i + 1] += v.y, flat[4 * i + 2] += v.z, flat[4 * i + 3] += v.w;
         }
-    }
-    release_sums(s.added);
-    return part == 0;
+    return true;
 }
 
 DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* results) {
@@ -132,7 +117,6 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
         mark(5, turn);
     }
     if ((threadIdx.x & 127) == 0) stores_wait_read<0>();  // shared memory goes with the program
-    if constexpr (cfg::K_SPLIT > 1) barrier_acquire(s.added, 0);  // nobody reads this program's memory
 }
 
 DEVICE void run(const Args& a, const TensorMap* x, const TensorMap* w, const TensorMap* const* results,
@@ -155,7 +139,7 @@ DEVICE void run(const Args& a, const TensorMap* x, const TensorMap* w, const Ten
             barrier_init(s.in_empty + 8 * i, cfg::IN_PLACE ? cfg::SPLIT : 4 * cfg::SPLIT);
         }
         for (int i = 0; i < cfg::TEAMS; i++) barrier_init(s.turn + 8 * i, 4 * cfg::SPLIT);
-        barrier_init(s.added, 4 * cfg::SPLIT * cfg::K_SPLIT);
+        barrier_init(s.added, 4 * cfg::SPLIT * max(cfg::K_SPLIT - 1, 1));
         if constexpr (cfg::SPLITS) {
             for (int i = 0; i < cfg::X_STAGES; i++) barrier_init(s.split + 8 * i, 2);
             for (int i = 0; i < WARPGROUPS; i++) barrier_init(s.order + 8 * i, 4);
@@ -166,7 +150,7 @@ DEVICE void run(const Args& a, const TensorMap* x, const TensorMap* w, const Ten
     }
     if constexpr (cfg::CLUSTER > 1) cluster_barrier();
     else __syncthreads();
-    wait_for_launch_before();
+    if (EARLY == 0 || warp != 4 * WARPGROUPS) wait_for_launch_before();  // who fetches waits later
     if constexpr (cfg::SPLITS) {  // two branches: ptxas counts the registers of each by itself
         if (warp < 4 * WARPGROUPS) {
             if constexpr (cfg::REGISTERS > 0) more_registers<cfg::REGISTERS>();

@@ -56,9 +56,30 @@ DEVICE void fetch_weights(const Shared& s, const TensorMap* w, const Tile& t, in
     }
 }
 
+// Weights that are laid out at load depend on no launch: those that there are slots for come while the
+// launch before still runs. Only where programs share a tile's channels, whose time is that of all
+// their bytes: elsewhere the input of the first products would come behind them.
+constexpr int EARLY = STREAM && cfg::W_PACKED && cfg::K_SPLIT > 1 ? cfg::W_STAGES : 0;
+
+DEVICE int fetch_early_weights(const Shared& s, const TensorMap* w) {
+    int count = 0;
+    const Tile t = tile_of(first_tile());
+    walk(
+        t, [](int, int) {},
+        [&](int c, int tap, bool) {
+            if (count < EARLY) fetch_weights(s, w, t, c, tap, count++);
+        });
+    return count;
+}
+
 DEVICE void produce(const Shared& s, const TensorMap* x, const TensorMap* w) {
     Ring<cfg::X_STAGES> x_ring;
     Ring<W_TILES> w_ring;
+    int early = 0;
+    if constexpr (EARLY > 0) {
+        early = fetch_early_weights(s, w);
+        wait_for_launch_before();
+    }
     // where weights stay: input of the first tiles goes before the weights that they need last
     constexpr int AHEAD = STREAM || cfg::CHUNKS * cfg::PHASES > 1 ? 0
                           : (cfg::TEAMS < cfg::X_STAGES ? cfg::TEAMS : cfg::X_STAGES) - 1;
@@ -73,8 +94,10 @@ DEVICE void produce(const Shared& s, const TensorMap* x, const TensorMap* w) {
             [&](int c, int phase) { fetch_input(s, x, t, c, phase, x_ring); },
             [&](int c, int tap, bool) {
                 if constexpr (STREAM) {
-                    barrier_wait(s.w_empty + 8 * w_ring.slot, w_ring.parity ^ 1);
-                    fetch_weights(s, w, t, c, tap, w_ring.slot);
+                    if (EARLY == 0 || early-- <= 0) {
+                        barrier_wait(s.w_empty + 8 * w_ring.slot, w_ring.parity ^ 1);
+                        fetch_weights(s, w, t, c, tap, w_ring.slot);
+                    }
                     w_ring.next();
                 } else {
                     const bool first_tap = tap == 0;

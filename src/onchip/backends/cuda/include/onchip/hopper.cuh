@@ -273,20 +273,23 @@ DEVICE u32 load_word(u32 at) {
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
     return v;
 }
-DEVICE void store_four(u32 at, float a, float b, float c, float d) {
-    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(a), "f"(b), "f"(c), "f"(d)
-                 : "memory");
-}
-// Of the same place in another program of the cluster.
-DEVICE float4 load_four_of(u32 at, u32 program) {
+DEVICE float4 load_four(u32 at) {
     float4 v;
-    asm volatile(
-        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
-        "ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [there];\n}"
-        : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-        : "r"(at), "r"(program)
-        : "memory");
+    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(at)
+                 : "memory");
     return v;
+}
+// Where a place of this program's shared memory lies in another program's of the cluster.
+DEVICE u32 address_in(u32 at, u32 program) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(program));
+    return there;
+}
+DEVICE void store_four_there(u32 there, float a, float b, float c, float d) {
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(there), "f"(a), "f"(b), "f"(c), "f"(d)
+                 : "memory");
 }
 DEVICE uint4 load_part(u32 at) {
     uint4 v;
