@@ -19,9 +19,9 @@ KINDS = {"bf16": "b", "f16": "h", "tf32": "t"}
 
 
 def run(source: CudaSource, x: int, memory: Sequence[torch.Tensor], folder: Path) -> None:
-    """Runs the clusters of programs one after the other; results are written to `memory`, the kernel's inputs
-    and outputs as they lie, of which the x-th is what threads copy. Raises AssertionError with what
-    stopped a program."""
+    """Runs the clusters of programs one after the other; results are written to `memory`, the
+    kernel's inputs and outputs as they lie, of which the x-th is what threads copy. Raises
+    AssertionError with what stopped a program."""
     found = re.search(r"DEVICE void product\(float \(&d\)\[(\d+)\].*?\n\}", source.text, re.S)
     assert found, "a kernel multiplies"
     kind = KINDS[re.findall(r"\.f32\.(\w+)\.", found[0])[0]]

@@ -12,7 +12,8 @@ import pytest
 import torch
 from tests.backends.cuda_threads import run
 from tests.backends.engine_compile import source_of
-from tests.backends.engine_problems import Shape, contraction
+from tests.backends.engine_problems import Shape, contraction, expected, values_of
+from tests.backends.engine_simulator import Simulator
 
 from onchip.backends.cuda.geometry import Geometry
 from onchip.backends.cuda.limits import refusal
@@ -64,3 +65,35 @@ def test_parts_are_added_in_the_order_of_programs(name: str, tmp_path: Path) -> 
     run(source, 0, [held[t] for t in (*source.inputs, *source.outputs)], tmp_path)
     wanted = in_order(x, w, c, Geometry(p, c).chunk)
     np.testing.assert_array_equal(y.numpy(), wanted)
+
+
+SAME, PAIRS = ((1, 1), (1, 1)), ((2, 2, 0), (2, 2, 0))
+PICTURE = Shape(1, 128, (7, 7), 64, (3, 3), pads=SAME, pool=PAIRS)
+CONVOLUTIONS = {
+    "a slot for every step": (
+        PICTURE, Config((8, 6, 1), 1, x_stages=1, w_stages=9, k_split=2)
+    ),
+    "parts that end within a chunk": (
+        PICTURE, Config((8, 6, 1), 1, x_stages=2, w_stages=6, k_split=4)
+    ),
+    "fewer slots than steps": (
+        replace(PICTURE, pool=()), Config((8, 4, 1), 1, x_stages=2, w_stages=2, k_split=3)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions_of_several_programs(name: str, tmp_path: Path) -> None:
+    shape, c = CONVOLUTIONS[name]
+    p = contraction(shape)
+    assert refusal(Geometry(p, c), GPUS["h200"].shared_bytes) is None
+    values = values_of(p)
+    wanted = torch.from_numpy(expected(p, values)).bfloat16()
+    source = source_of(p, c)
+    (packed,) = (t for t in source.inputs if t is not p.x)
+    y = torch.full(wanted.shape, torch.nan, dtype=torch.bfloat16)
+    laid_out = Simulator(p, c, 132, values).memory_of_weights
+    held = {p.x: values.x, packed: laid_out}
+    memory = [torch.from_numpy(held[t]).bfloat16() for t in source.inputs]
+    run(source, source.inputs.index(p.x), [*memory, y], tmp_path)
+    torch.testing.assert_close(y, wanted, rtol=0, atol=0)

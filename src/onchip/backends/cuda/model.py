@@ -11,9 +11,8 @@ A program goes through its tiles; what a tile takes is the most of
     turns       products and epilogue, over the teams that take turns
 
 and a kernel takes its start, the tiles of its busiest program (or all bytes of memory, if those
-take longer), a last epilogue, and what sharing a tile's channels costs: the sums of all programs but
-one, which come to that one. More programs fetch a tile's weights sooner, and bring more sums: where
-there is one tile for each, a few more or less come out alike, and are timed. Columns of a patch that lie outside, positions that neighbouring
+take longer), a last epilogue, and what sharing a tile's channels costs: the sums twice between
+programs' memories, a share to each and all to one. Columns of a patch that lie outside, positions that neighbouring
 patches compute again, rows of the matrix unit without a feature and channels that fill up a chunk
 are paid for.
 """
@@ -50,8 +49,8 @@ ALONE = 1.15  # products of one warpgroup take longer if no other fills the gaps
 EPILOGUE = 1200.0  # clocks of an epilogue's barriers and copies
 PER_SUM = 8  # instructions of an epilogue for each sum of a thread
 PER_CELL = 12  # the same for each load of a window that is folded from shared memory
-SHARING = 600.0  # clocks until the last of the programs that share a tile has stored and said so
-INTO = 48.0  # bytes a clock that come to a program's shared memory from others
+SHARING = 1400.0  # clocks of two exchanges of programs that share a tile, and until the last is ready
+INTO = 32.0  # bytes a clock that come to a program's shared memory from others
 COUPLED = 1.03  # tiles of programs that wait for each other's copies
 SOFT = 16  # power of the norm by which times of a tile that overlap add up
 SOFTER = 3  # the same of loop and memory
@@ -186,7 +185,7 @@ class Estimate:
         """Clocks that programs which share a tile take to add up."""
         if self.config.k_split == 1:
             return 0.0
-        return SHARING + self.geometry.others_bytes * (1 / INTO + 1 / SHARED_BYTES)
+        return SHARING + 2 * self.geometry.sums_bytes / INTO
 
     @property
     def memory(self) -> float:

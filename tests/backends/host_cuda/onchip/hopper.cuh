@@ -5,6 +5,7 @@
 #pragma once
 #include <onchip/half.cuh>
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
@@ -113,7 +114,6 @@ struct Meetings {
     Meeting named[16], warps[32], everyone;
 };
 static Meetings meetings[MOST_CLUSTER];
-static Meeting all_programs;
 static u32 all_exchanged[MOST_CLUSTER][32][32];
 #define exchanged all_exchanged[rank]
 DEVICE void __syncwarp() {
@@ -124,7 +124,19 @@ DEVICE void group_barrier(int id, int threads) {
     meetings[rank].named[id].wait(threads, "a group does not meet", id);
 }
 DEVICE u32 cluster_rank() { return rank; }
-DEVICE void cluster_barrier() { all_programs.wait(cluster_size * blockDim.x, "a cluster does not meet", 0); }
+// Once in a kernel; clusters run one after the other.
+static std::atomic<long> arrived;
+static thread_local bool met;
+DEVICE void cluster_arrive() { arrived++; }
+DEVICE void cluster_wait() {
+    const long all = (blockIdx.x / cluster_size + 1l) * cluster_size * blockDim.x;
+    const auto start = std::chrono::steady_clock::now();
+    while (arrived < all) {
+        if (std::chrono::steady_clock::now() - start > LONGEST) stop("a cluster does not meet", 0);
+        std::this_thread::yield();
+    }
+    met = true;
+}
 template <class T> static T __shfl_sync(u32, T v, int from) {
     const int warp = threadIdx.x / 32;
     std::memcpy(&exchanged[warp][threadIdx.x % 32], &v, 4);
@@ -350,26 +362,39 @@ DEVICE void load_words(u32 at, u32& a, u32& b) {
 // ---- other programs of the cluster ---------------------------------------------------------------
 
 DEVICE u32 address_in(u32 at, u32 program) { return at | (program + 1) << PROGRAM; }
-// What a warp stores in another program's memory is there when one of its lanes has released it.
+// What is sent to a program lands when it waits for it.
 struct Sent {
-    u32 there;
+    u32 there, full;
     float4 value;
 };
 static std::mutex sending;
-static std::vector<Sent> sent[MOST_CLUSTER][32];
-DEVICE void store_four_there(u32 there, float a, float b, float c, float d) {
+static std::vector<Sent> sent[MOST_CLUSTER];
+DEVICE void send_four(u32 there, u32 full, float a, float b, float c, float d) {
+    if (!met) stop("sent to a program that may not have started, at", there);
+    if (there >> PROGRAM != full >> PROGRAM) stop("a barrier of another program than its bytes' at", full);
     std::lock_guard<std::mutex> held(sending);
-    sent[rank][threadIdx.x / 32].push_back({there, {a, b, c, d}});
+    sent[(there >> PROGRAM) - 1].push_back({there, full, {a, b, c, d}});
 }
-DEVICE void barrier_release_at(u32 at, u32 program) {
-    {
-        std::lock_guard<std::mutex> held(sending);
-        for (const Sent& s : sent[rank][threadIdx.x / 32]) std::memcpy(bytes_at(s.there, 16, 16), &s.value, 16);
-        sent[rank][threadIdx.x / 32].clear();
+DEVICE void barrier_acquire(u32 at, u32 parity) {
+    Barrier& b = barrier_at(at);
+    const auto start = std::chrono::steady_clock::now();
+    for (;;) {
+        {
+            std::lock_guard<std::mutex> held(sending);
+            for (const Sent& s : sent[rank]) {
+                std::memcpy(bytes_at(s.there, 16, 16), &s.value, 16);
+                barrier_at(s.full).step(0, -16);
+            }
+            sent[rank].clear();
+        }
+        {
+            std::lock_guard<std::mutex> held(b.lock);
+            if ((b.round & 1) != parity) return;
+        }
+        if (std::chrono::steady_clock::now() - start > LONGEST) stop("an endless wait for what is sent at", at);
+        std::this_thread::yield();
     }
-    barrier_at(address_in(at, program)).step(1, 0);
 }
-DEVICE void barrier_acquire(u32 at, u32 parity) { barrier_wait(at, parity); }
 
 // ---- element types -----------------------------------------------------------------------------
 
@@ -380,6 +405,7 @@ DEVICE u32 rounded_tf32(u32 x) { return (x & 0x7F800000) == 0x7F800000 ? x : (x 
 // ---- what the packed form does not use ---------------------------------------------------------
 
 static u32 unused() { stop("no host version of this function", 0); }
+DEVICE void cluster_barrier() { unused(); }
 DEVICE void barrier_arrive_at(u32, u32) { unused(); }
 template <int RANK>
 DEVICE void spread_box(u32, const TensorMap*, u32, const int (&)[5], u16) { unused(); }

@@ -32,14 +32,6 @@ DEVICE void barrier_arrive_at(u32 barrier, u32 program) {
         "r"(program)
         : "memory");
 }
-// The same, and what this thread has written to shared memory is there for who waits.
-DEVICE void barrier_release_at(u32 barrier, u32 program) {
-    asm volatile(
-        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
-        "r"(program)
-        : "memory");
-}
 DEVICE void barrier_expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
@@ -80,7 +72,7 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
         if (!done) still_waiting(since);
     } while (!done);
 }
-// Until programs of the cluster have released what they wrote.
+// Until what programs of the cluster have sent is there.
 DEVICE void barrier_acquire(u32 barrier, u32 parity) {
     u32 done = 0;
     i64 since = 0;
@@ -112,6 +104,10 @@ DEVICE u32 cluster_rank() {
 DEVICE void cluster_barrier() {
     asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
+// In two halves. Who waits finds the barriers of all programs (barriers_ready); anything else that they
+// wrote would cost a fence for the GPU.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
 // ---- the copy engine ---------------------------------------------------------------------------
 
@@ -287,9 +283,12 @@ DEVICE u32 address_in(u32 at, u32 program) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(program));
     return there;
 }
-DEVICE void store_four_there(u32 there, float a, float b, float c, float d) {
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(there), "f"(a), "f"(b), "f"(c), "f"(d)
-                 : "memory");
+// 16 bytes into another program's memory; a barrier there counts them.
+DEVICE void send_four(u32 there, u32 full, float a, float b, float c, float d) {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2,%3,%4,%5}, [%1];" ::"r"(there),
+        "r"(full), "f"(a), "f"(b), "f"(c), "f"(d)
+        : "memory");
 }
 DEVICE uint4 load_part(u32 at) {
     uint4 v;

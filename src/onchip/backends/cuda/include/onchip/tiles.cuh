@@ -29,7 +29,7 @@ struct Shared {
         s.out = s.x + cfg::X_STAGES * cfg::X_SLOT;
         s.in = s.out + WARPGROUPS * cfg::TILE_BYTES;
         s.sums = s.in + cfg::R_STAGES * cfg::SPLIT * cfg::READ_BYTES;
-        s.w_full = s.sums + cfg::OTHERS_BYTES;
+        s.w_full = s.sums + cfg::EXCHANGE_BYTES;
         s.w_empty = s.w_full + 8 * W_TILES;
         s.x_full = s.w_empty + 8 * W_TILES;
         s.x_empty = s.x_full + 8 * cfg::X_STAGES;
@@ -37,7 +37,7 @@ struct Shared {
         s.in_empty = s.in_full + 8 * cfg::R_STAGES;
         s.turn = s.in_empty + 8 * cfg::R_STAGES;
         s.added = s.turn + 8 * cfg::TEAMS;
-        s.split = s.added + 8;
+        s.split = s.added + 16 * (cfg::K_SPLIT > 1);
         s.order = s.split + 8 * cfg::X_STAGES;
         return s;
     }
