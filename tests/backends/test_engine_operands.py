@@ -157,7 +157,7 @@ LINEAR = {
     "one warpgroup": Config((64,), 0, x_stages=3, w_stages=4, r_stages=2),
     "input shared": Config((64,), 0, split=2, x_stages=3, w_stages=3, r_stages=2, x_shared=2),
     "weights shared": Config((64,), 0, split=2, x_stages=3, w_stages=3, r_stages=2, w_shared=2),
-    "channels shared": Config((64,), 0, split=2, x_stages=2, w_stages=2, r_stages=2, k_split=4),
+    "channels shared": Config((64,), 0, split=2, x_stages=3, w_stages=3, r_stages=2, k_split=4),
 }
 
 

@@ -37,7 +37,7 @@ PRODUCTS = {
 
 
 def in_order(x: np.ndarray, w: np.ndarray, c: Config, chunk: int) -> np.ndarray:
-    """Each program's sums in float32, channel by channel, then those of all in the programs' order."""
+    """Each program's sums in float32, channel by channel, then those of all, in their order."""
     steps = -(-x.shape[1] // chunk)
     total = None
     for part in range(c.k_split):

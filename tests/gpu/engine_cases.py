@@ -108,13 +108,14 @@ def pooled():
     Config((8, 7, 2), 1, split=4, x_stages=2, w_stages=2),
     Config((8, 7, 1), 1, x_stages=2, w_stages=4, k_split=2),
     Config((8, 7, 1), 1, split=2, x_stages=2, w_stages=4, k_split=5),
-    Config((8, 3, 1), 1, blocks=2, x_stages=2, w_stages=4, k_split=8),
-    Config((8, 4, 1), 1, x_stages=2, w_stages=2, k_split=16),  # a slot for every step
+    Config((8, 7, 1), 1, blocks=2, x_stages=3, w_stages=6, k_split=8),
     Config((8, 7, 2), 1, x_stages=2, w_stages=3, x_shared=2),
     Config((8, 7, 2), 1, x_stages=2, w_stages=3, x_shared=4),
     Config((8, 7, 2), 1, x_stages=2, w_stages=3, w_shared=2),
     Config((8, 7, 1), 1, split=2, teams=2, x_stages=2, w_stages=4, w_shared=2),
     Config((8, 7, 1), 1, x_stages=2, w_stages=4, w_shared=4),
+    Config((8, 7, 1), 1, x_stages=1, w_stages=3, k_split=9),  # slots for all that a part fetches
+    Config((8, 7, 1), 1, split=2, x_stages=2, w_stages=2, k_split=16),
     first=6,
 )
 def features_256():

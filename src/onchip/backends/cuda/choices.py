@@ -12,6 +12,7 @@ from math import ceil, prod
 
 from onchip.backends.cuda.geometry import BLOCK, GROUP, Geometry, up
 from onchip.backends.cuda.limits import MOST_CLUSTER, MOST_COLUMNS
+from onchip.backends.cuda.parts import part_inputs, part_steps
 from onchip.backends.cuda.problem import Config, Line, Problem
 from onchip.backends.cuda.registers import NAMED, available, held
 from onchip.fusion.machine import Gpu
@@ -74,9 +75,9 @@ def _parts(steps: int) -> list[int]:
 
 def _rings(p: Problem, config: Config, gpu: Gpu) -> Iterator[Config]:
     """The choice with as many chunks and tiles on their way as fit shared memory: weights that
-    stay, if they fit (they are one set: one batch, all channels), else weights that come by. Programs
-    that share a tile's channels are as fast as their bytes come: a slot for every step of a part, if
-    they fit, so that all are asked for at once."""
+    stay, if they fit (they are one set: one batch, all channels), else weights that come by.
+    Programs that share a tile's channels are as fast as their bytes come: slots for all of a part,
+    if they fit, so that all are asked for at once."""
     bare = replace(config, x_stages=1, w_stages=1, r_stages=0)
     g = Geometry(p, bare)
     read = g.config.split * g.read_bytes
@@ -92,7 +93,7 @@ def _rings(p: Problem, config: Config, gpu: Gpu) -> Iterator[Config]:
             yield from _safe(p, replace(config, x_stages=stages, w_stages=0))
         return
     if config.k_split > 1:
-        whole = replace(config, x_stages=g.part_inputs, w_stages=g.part_steps)
+        whole = replace(config, x_stages=part_inputs(g), w_stages=part_steps(g))
         if Geometry(p, whole).shared_bytes <= gpu.shared_bytes:
             yield from _safe(p, whole)
             return
@@ -123,8 +124,8 @@ def _safe(p: Problem, config: Config) -> Iterator[Config]:
 
 def clusters_of(gpu: Gpu, programs: int) -> int:
     """Clusters of so many programs that run at once. Their multiprocessors are neighbours, of one
-    of the GPU's parts, whose sizes nothing tells (measured: less than 32 of four): the least that any
-    sizes have room for."""
+    of the GPU's parts, whose sizes nothing tells (measured: less than 32 of four): the least that
+    any sizes have room for."""
     if programs <= 2:
         return gpu.multiprocessors // programs
     return _least_clusters(gpu.multiprocessors // 2, programs)

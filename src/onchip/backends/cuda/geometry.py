@@ -131,30 +131,6 @@ class Geometry:
         return self.chunks * self.problem.taps
 
     @cached_property
-    def part_steps(self) -> int:
-        """Steps of the program that has most of a tile."""
-        return ceil(self.steps / self.config.k_split)
-
-    @cached_property
-    def part_inputs(self) -> int:
-        """Copies of the input that one program fetches for a tile, at most: parts end anywhere."""
-        taps, parts = self.problem.taps, self.config.k_split
-        of_tap = [n for n, phase in enumerate(self.phases) for _ in phase.taps]
-        ends = [n * self.steps // parts for n in range(parts + 1)]
-        first, last = (
-            [s // taps * len(self.phases) + of_tap[s % taps] for s in steps]
-            for steps in (ends[:-1], [end - 1 for end in ends[1:]])
-        )
-        return max(b - a + 1 for a, b in zip(first, last, strict=True))
-
-    @property
-    def at_once(self) -> bool:
-        """Programs share a tile, and each has slots for all that it fetches."""
-        c = self.config
-        slots = c.x_stages >= self.part_inputs and c.w_stages >= self.part_steps
-        return c.k_split > 1 and slots
-
-    @cached_property
     def outermost(self) -> int:
         """The line that the copies of a chunk divide: the last one with more than one element."""
         return max((n for n, e in enumerate(self.extents) if e > 1), default=0)

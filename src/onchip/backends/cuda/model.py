@@ -12,9 +12,9 @@ A program goes through its tiles; what a tile takes is the most of
 
 and a kernel takes its start, the tiles of its busiest program (or all bytes of memory, if those
 take longer), a last epilogue, and what sharing a tile's channels costs: the sums twice between
-programs' memories, a share to each and all to one. Columns of a patch that lie outside, positions that neighbouring
-patches compute again, rows of the matrix unit without a feature and channels that fill up a chunk
-are paid for.
+programs' memories, a share to each and all to one. Columns of a patch that lie outside, positions
+that neighbouring patches compute again, rows of the matrix unit without a feature and channels that
+fill up a chunk are paid for.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from math import ceil, prod
 from onchip.backends.cuda.choices import choices, clusters_of
 from onchip.backends.cuda.geometry import BLOCK, Geometry
 from onchip.backends.cuda.limits import refusal
+from onchip.backends.cuda.parts import at_once, part_inputs, part_steps
 from onchip.backends.cuda.problem import Config, Problem
 from onchip.fusion.machine import Gpu
 from onchip.fusion.refusal import Refusal, Rule
@@ -49,7 +50,7 @@ ALONE = 1.15  # products of one warpgroup take longer if no other fills the gaps
 EPILOGUE = 1200.0  # clocks of an epilogue's barriers and copies
 PER_SUM = 8  # instructions of an epilogue for each sum of a thread
 PER_CELL = 12  # the same for each load of a window that is folded from shared memory
-SHARING = 1400.0  # clocks of two exchanges of programs that share a tile, and until the last is ready
+SHARING = 1400.0  # clocks of two exchanges between programs, the first wait for the last one
 INTO = 32.0  # bytes a clock that come to a program's shared memory from others
 COUPLED = 1.03  # tiles of programs that wait for each other's copies
 SOFT = 16  # power of the norm by which times of a tile that overlap add up
@@ -128,7 +129,7 @@ class Estimate:
         times = 3 if self.problem.splits else 1  # that input is read; weights are once
         unit = times * BLOCK * g.columns * 32 / MULTIPLIED
         fed = (BLOCK + times * g.columns) * 32 / SHARED_BYTES
-        count = g.part_steps * g.k_steps * c.blocks * c.split * len(g.strips)
+        count = part_steps(g) * g.k_steps * c.blocks * c.split * len(g.strips)
         return count * max(unit, fed)
 
     @property
@@ -142,14 +143,14 @@ class Estimate:
         operands are split, it splits its weights and adds a step's sums."""
         g = self.geometry
         own = self.config.blocks * PER_STEP + g.accumulators if self.problem.splits else 0.0
-        return (STEP + own) * g.part_steps + TILE
+        return (STEP + own) * part_steps(g) + TILE
 
     @cached_property
     def traffic(self) -> float:
         """Clocks of a tile's bytes."""
         g, p, c = self.geometry, self.problem, self.config
-        fetched = g.part_inputs * g.x_bytes * max(1, LEAST_ROW / c.row_bytes)
-        weights = g.part_steps * g.w_bytes * (c.w_stages > 0)
+        fetched = part_inputs(g) * g.x_bytes * max(1, LEAST_ROW / c.row_bytes)
+        weights = part_steps(g) * g.w_bytes * (c.w_stages > 0)
         hot = HOT if g.steps * g.feature_tiles * p.batch * g.w_bytes <= HOT_BYTES else 1.0
         stored = sum(
             prod(g.cells if r.pooled else c.patch) * r.tensor.dtype.size for r in p.results
@@ -161,9 +162,9 @@ class Estimate:
         copied = g.x_slot // (1 + p.splits)  # low parts are not fetched
         ring = (c.x_stages - 1) * copied + max(c.w_stages - 1, 0) * g.w_bytes
         late = LATENCY + (self.splitting - SOONER) * p.splits
-        if g.at_once:
-            return max(clocks, g.part_inputs * self.splitting)
-        return max(clocks, (fetched + weights) / ring * late, g.part_inputs * self.splitting)
+        if at_once(g):
+            return max(clocks, part_inputs(g) * self.splitting)
+        return max(clocks, (fetched + weights) / ring * late, part_inputs(g) * self.splitting)
 
     @cached_property
     def epilogue(self) -> float:
