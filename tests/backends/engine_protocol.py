@@ -11,6 +11,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 
 from onchip.backends.cuda.geometry import Geometry
+from onchip.backends.cuda.parts import at_once
 
 Wait = tuple["Barrier", int]  # until its phase of this number is complete
 Place = tuple[int, int]  # (tile, chunk or step of it)
@@ -64,7 +65,8 @@ class Ring:
 class Rings:
     """One program of `tiles` tiles. turns: a team begins a tile's products when those of the tile
     before have ended; in_place: a tile of reads is free when its team has the next one. Of programs
-    that share a tile, the `part`-th, which has one tile, and weights that come before input."""
+    that share a tile, the `part`-th, which has one tile; with slots for all of it, two threads
+    fetch, one each operand."""
 
     def __init__(self, g: Geometry, tiles: int, turns: bool, part: int = 0) -> None:
         c = g.config
@@ -78,7 +80,7 @@ class Rings:
             walk.append(range(max(begin, first) - first, min(end, last) - first))
         self.walk = [steps for steps in walk if len(steps)]
         self.chunks, self.steps = len(self.walk), last - first
-        self.early = min(c.w_stages, self.steps) if c.k_split > 1 and g.problem.w_constant else 0
+        self.apart = at_once(g)
         self.r = Ring(g.r_stages, c.split) if g.r_stages else None
         self.x = Ring(c.x_stages, c.split)
         self.w = Ring(c.w_stages, c.split) if c.w_stages else None
@@ -93,15 +95,13 @@ class Rings:
         slot.holds, slot.readers = None, ring.readers
         self.copies.append((slot, what))
 
-    def producer(self) -> Generator[Wait]:
-        for step in range(self.early):
-            if self.w:
-                yield from self.fill(self.w, step, (0, step))
+    def producer(self, inputs: bool = True, weights: bool = True) -> Generator[Wait]:
         for tile in range(self.tiles):
             for chunk in range(self.chunks):
-                yield from self.fill(self.x, tile * self.chunks + chunk, (tile, chunk))
+                if inputs:
+                    yield from self.fill(self.x, tile * self.chunks + chunk, (tile, chunk))
                 for step in self.walk[chunk]:
-                    if self.w and step >= self.early:
+                    if self.w and weights:
                         yield from self.fill(self.w, tile * self.steps + step, (tile, step))
 
     def reader(self) -> Generator[Wait]:
@@ -164,7 +164,8 @@ class Rings:
         """One schedule: processes and copies by random preference, which changes now and then, so
         that some fall far behind. Raises Wrong."""
         chance = random.Random(seed)
-        processes: list[Generator[Wait | int]] = [self.producer()]
+        each = [(True, False), (False, True)] if self.apart else [(True, True)]
+        processes: list[Generator[Wait | int]] = [self.producer(*who) for who in each]
         processes += [self.reader()] * bool(self.r)
         processes += [self.warpgroup(t) for t in range(self.teams) for _ in range(self.split)]
         waits: dict[Generator, Wait | int] = {p: next(p) for p in processes}

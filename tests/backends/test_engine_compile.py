@@ -58,6 +58,10 @@ KERNELS = {
         Shape(4, 64, (29, 29), 64, (3, 3), strides=(2, 2), pads=SAME), Config((8, 15, 1), 1)
     ),
     "channels shared": (SMALL, Config((8, 7, 1), 1, x_stages=3, w_stages=8, k_split=8)),
+    "channels shared, tf32": (  # its products were serialized: sums that had no value on a path
+        replace(ONE, pool=(), kind="tf32"),
+        Config((8, 7, 1), 1, x_stages=2, w_stages=18, k_split=8),
+    ),
     "channels shared by sixteen": (
         SMALL, Config((8, 7, 1), 1, split=2, x_stages=2, w_stages=4, k_split=16)
     ),

@@ -150,6 +150,8 @@ DEVICE void run(const Args& a, const TensorMap* x, const TensorMap* w, const Ten
     const int warp = threadIdx.x >> 5;
     mark(6, 0);
     if (threadIdx.x == 0) {
+        prefetch(x);
+        prefetch(w);
         for (int i = 0; i < W_TILES; i++) {
             barrier_init(s.w_full + 8 * i, 1);
             barrier_init(s.w_empty + 8 * i, 4 * cfg::SPLIT * cfg::W_SHARED);
@@ -169,8 +171,6 @@ DEVICE void run(const Args& a, const TensorMap* x, const TensorMap* w, const Ten
             for (int i = 0; i < WARPGROUPS; i++) barrier_init(s.order + 8 * i, 4);
         }
         barriers_ready();
-        prefetch(x);
-        prefetch(w);
     }
     if constexpr (cfg::K_SPLIT > 1) {
         __syncthreads();
@@ -180,7 +180,9 @@ DEVICE void run(const Args& a, const TensorMap* x, const TensorMap* w, const Ten
     } else {
         __syncthreads();
     }
-    if (EARLY == 0 || warp != 4 * WARPGROUPS) wait_for_launch_before();  // who fetches waits later
+    if (!EARLY || warp != 4 * WARPGROUPS) wait_for_launch_before();
+    if constexpr (cfg::AT_ONCE)
+        if (threadIdx.x == 0) fetch_all_input(s, x);
     if constexpr (cfg::SPLITS) {  // two branches: ptxas counts the registers of each by itself
         if (warp < 4 * WARPGROUPS) {
             if constexpr (cfg::REGISTERS > 0) more_registers<cfg::REGISTERS>();

@@ -56,30 +56,27 @@ DEVICE void fetch_weights(const Shared& s, const TensorMap* w, const Tile& t, in
     }
 }
 
-// Weights that are laid out at load depend on no launch: those that there are slots for come while the
-// launch before still runs. Only where programs share a tile's channels, whose time is that of all
-// their bytes: elsewhere the input of the first products would come behind them.
-constexpr int EARLY = STREAM && cfg::W_PACKED && cfg::K_SPLIT > 1 ? cfg::W_STAGES : 0;
+// Where programs share a tile and each has slots for all of its part, nobody waits for one. Weights that
+// are laid out at load depend on no launch: they come while the one before still runs. Two threads ask,
+// so that neither operand comes behind the other.
+constexpr bool EARLY = cfg::AT_ONCE && cfg::W_PACKED;
 
-DEVICE int fetch_early_weights(const Shared& s, const TensorMap* w) {
-    int count = 0;
+DEVICE void fetch_all_input(const Shared& s, const TensorMap* x) {
+    Ring<cfg::X_STAGES> ring;
     const Tile t = tile_of(first_tile());
-    walk(
-        t, [](int, int) {},
-        [&](int c, int tap, bool) {
-            if (count < EARLY) fetch_weights(s, w, t, c, tap, count++);
-        });
-    return count;
+    walk(t, [&](int c, int phase) { fetch_input(s, x, t, c, phase, ring); }, [](int, int, bool) {});
+}
+
+DEVICE void fetch_all_weights(const Shared& s, const TensorMap* w) {
+    int slot = 0;
+    const Tile t = tile_of(first_tile());
+    walk(t, [](int, int) {}, [&](int c, int tap, bool) { fetch_weights(s, w, t, c, tap, slot++); });
 }
 
 DEVICE void produce(const Shared& s, const TensorMap* x, const TensorMap* w) {
     Ring<cfg::X_STAGES> x_ring;
     Ring<W_TILES> w_ring;
-    int early = 0;
-    if constexpr (EARLY > 0) {
-        early = fetch_early_weights(s, w);
-        wait_for_launch_before();
-    }
+    if constexpr (cfg::AT_ONCE) return fetch_all_weights(s, w);
     // where weights stay: input of the first tiles goes before the weights that they need last
     constexpr int AHEAD = STREAM || cfg::CHUNKS * cfg::PHASES > 1 ? 0
                           : (cfg::TEAMS < cfg::X_STAGES ? cfg::TEAMS : cfg::X_STAGES) - 1;
@@ -94,10 +91,8 @@ DEVICE void produce(const Shared& s, const TensorMap* x, const TensorMap* w) {
             [&](int c, int phase) { fetch_input(s, x, t, c, phase, x_ring); },
             [&](int c, int tap, bool) {
                 if constexpr (STREAM) {
-                    if (EARLY == 0 || early-- <= 0) {
-                        barrier_wait(s.w_empty + 8 * w_ring.slot, w_ring.parity ^ 1);
-                        fetch_weights(s, w, t, c, tap, w_ring.slot);
-                    }
+                    barrier_wait(s.w_empty + 8 * w_ring.slot, w_ring.parity ^ 1);
+                    fetch_weights(s, w, t, c, tap, w_ring.slot);
                     w_ring.next();
                 } else {
                     const bool first_tap = tap == 0;
