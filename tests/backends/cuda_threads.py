@@ -19,9 +19,9 @@ KINDS = {"bf16": "b", "f16": "h", "tf32": "t"}
 
 
 def run(source: CudaSource, x: int, memory: Sequence[torch.Tensor], folder: Path) -> None:
-    """Runs the programs one after the other; results are written to `memory`, the kernel's inputs
-    and outputs as they lie, of which the x-th is what threads copy. Raises AssertionError with what
-    stopped a program."""
+    """Runs the clusters of programs one after the other; results are written to `memory`, the
+    kernel's inputs and outputs as they lie, of which the x-th is what threads copy. Raises
+    AssertionError with what stopped a program."""
     found = re.search(r"DEVICE void product\(float \(&d\)\[(\d+)\].*?\n\}", source.text, re.S)
     assert found, "a kernel multiplies"
     kind = KINDS[re.findall(r"\.f32\.(\w+)\.", found[0])[0]]
@@ -53,7 +53,7 @@ def run(source: CudaSource, x: int, memory: Sequence[torch.Tensor], folder: Path
     main = MAIN.format(
         head="\n    ".join(head), programs=source.programs, threads=source.threads,
         call=f"{source.name}({', '.join(args)})", out=last, result=names[last],
-        nbytes=memory[last].nbytes,
+        nbytes=memory[last].nbytes, cluster=source.cluster,
     )  # fmt: skip
     text, made = folder / "kernel.cpp", folder / "kernel"
     text.write_text(source.text.replace(found[0], here) + main)
@@ -82,13 +82,13 @@ static char* read(const char* name, long n) {{
 }}
 int main() {{
     {head}
-    gridDim.x = {programs}, blockDim.x = {threads};
-    for (int program = 0; program < gridDim.x; program++) {{
+    gridDim.x = {programs}, blockDim.x = {threads}, cluster_size = {cluster};
+    for (int program = 0; program < gridDim.x; program += cluster_size) {{
         std::memset(shared_bytes, 0xFF, sizeof shared_bytes);
         std::vector<std::thread> threads;
-        for (int n = 0; n < blockDim.x; n++)
+        for (int n = 0; n < cluster_size * blockDim.x; n++)
             threads.emplace_back([&, n] {{
-                threadIdx.x = n, blockIdx.x = program;
+                rank = n / blockDim.x, threadIdx.x = n % blockDim.x, blockIdx.x = program + rank;
                 {call};
             }});
         for (std::thread& t : threads) t.join();

@@ -114,6 +114,8 @@ def pooled():
     Config((8, 7, 2), 1, x_stages=2, w_stages=3, w_shared=2),
     Config((8, 7, 1), 1, split=2, teams=2, x_stages=2, w_stages=4, w_shared=2),
     Config((8, 7, 1), 1, x_stages=2, w_stages=4, w_shared=4),
+    Config((8, 7, 1), 1, x_stages=1, w_stages=3, k_split=9),  # slots for all that a part fetches
+    Config((8, 7, 1), 1, split=2, x_stages=2, w_stages=2, k_split=16),
     first=6,
 )
 def features_256():

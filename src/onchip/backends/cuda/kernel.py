@@ -10,6 +10,7 @@ from onchip.backends.cuda.form_axes import address, affine
 from onchip.backends.cuda.geometry import BLOCK, GROUP, Geometry
 from onchip.backends.cuda.limits import refusal
 from onchip.backends.cuda.packed import PackedGeometry, geometry
+from onchip.backends.cuda.parts import at_once
 from onchip.backends.cuda.problem import Config, Line, Problem
 from onchip.backends.cuda.registers import HELPING, available, handed_on, part_groups
 from onchip.backends.cuda.source import CudaSource, Pointer, Strides, TensorMap
@@ -162,7 +163,8 @@ class _Emitter:
             "HELPING": HELPING, "REGISTERS": available(g) * handed_on(g),
             "FEATURES": p.features, "FEATURE_TILES": g.feature_tiles, "FEATURE_GROUP": near,
             "BATCH": p.batch, "POSITION_TILES": g.position_tiles, "WORK": g.work,
-            "CLUSTER": c.cluster, "K_SPLIT": c.k_split,
+            "CLUSTER": c.cluster, "K_SPLIT": c.k_split, 
+            "EXCHANGE_BYTES": g.exchange_bytes, "AT_ONCE": int(at_once(g)),
             "X_SHARED": c.x_shared, "W_SHARED": c.w_shared, "TURNS": int(g.turns),
             "TILE_BYTES": g.tile_bytes, "READ_BYTES": g.read_bytes, "R_STAGES": g.r_stages,
             "IN_PLACE": int(g.in_place),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from onchip.backends.cuda.geometry import GROUP, LINE_BYTES, MOST_BOX, Geometry, up
 from onchip.backends.cuda.packed import STEPS_OF_ROW, PackedGeometry
+from onchip.backends.cuda.parts import part_inputs, part_steps
 from onchip.backends.cuda.registers import NAMED, REGISTERS, available, held
 from onchip.fusion.refusal import Refusal, Rule
 
@@ -40,7 +41,7 @@ def refusal(g: Geometry, shared_bytes: int) -> Refusal | None:
         (g.threads > MOST_THREADS, f"{g.threads} threads of at most {MOST_THREADS}"),
         (
             # a slot is given back when the products of the next one have begun
-            (c.x_stages == 1 and g.chunks * len(g.phases) > 1) or (c.w_stages == 1 and g.steps > 1),
+            (c.x_stages == 1 and part_inputs(g) > 1) or (c.w_stages == 1 and part_steps(g) > 1),
             f"rings of {c.x_stages} chunks and {c.w_stages} tiles of weights",
         ),
         (
@@ -60,10 +61,6 @@ def refusal(g: Geometry, shared_bytes: int) -> Refusal | None:
         (
             c.k_split > 1 and (c.teams > 1 or c.k_split > g.steps),
             f"{g.steps} steps of {c.teams} teams split in {c.k_split}",
-        ),
-        (
-            c.k_split > 1 and g.partial_bytes > g.operand_bytes,
-            f"{g.partial_bytes} bytes of sums in the place of operands",
         ),
         (
             p.w_features_inner and (p.w_constant or p.size != 2),

@@ -56,9 +56,27 @@ DEVICE void fetch_weights(const Shared& s, const TensorMap* w, const Tile& t, in
     }
 }
 
+// Where programs share a tile and each has slots for all of its part, nobody waits for one. Weights that
+// are laid out at load depend on no launch: they come while the one before still runs. Two threads ask,
+// so that neither operand comes behind the other.
+constexpr bool EARLY = cfg::AT_ONCE && cfg::W_PACKED;
+
+DEVICE void fetch_all_input(const Shared& s, const TensorMap* x) {
+    Ring<cfg::X_STAGES> ring;
+    const Tile t = tile_of(first_tile());
+    walk(t, [&](int c, int phase) { fetch_input(s, x, t, c, phase, ring); }, [](int, int, bool) {});
+}
+
+DEVICE void fetch_all_weights(const Shared& s, const TensorMap* w) {
+    int slot = 0;
+    const Tile t = tile_of(first_tile());
+    walk(t, [](int, int) {}, [&](int c, int tap, bool) { fetch_weights(s, w, t, c, tap, slot++); });
+}
+
 DEVICE void produce(const Shared& s, const TensorMap* x, const TensorMap* w) {
     Ring<cfg::X_STAGES> x_ring;
     Ring<W_TILES> w_ring;
+    if constexpr (cfg::AT_ONCE) return fetch_all_weights(s, w);
     // where weights stay: input of the first tiles goes before the weights that they need last
     constexpr int AHEAD = STREAM || cfg::CHUNKS * cfg::PHASES > 1 ? 0
                           : (cfg::TEAMS < cfg::X_STAGES ? cfg::TEAMS : cfg::X_STAGES) - 1;

@@ -91,6 +91,13 @@ DEVICE void multiply_split(D& d, const W& w, u64 b, Order& order) {
     }
 }
 
+template <class D>
+DEVICE void clear(D& d) {
+    UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
+        UNROLL for (int n = 0; n < cfg::STRIPS; n++)
+            UNROLL for (int i = 0; i < SUMS; i++) d[m][n][i] = 0.f;
+}
+
 // A slot is free, as far as this warp is concerned: for all programs that fill it together.
 template <int PROGRAMS>
 DEVICE void release(u32 barrier) {
@@ -115,7 +122,9 @@ struct Consumer {
         const u64 a = operand<W_ROW>(s.w + member * cfg::BLOCKS * BLOCK * cfg::ROW, 8 * W_ROW);
         const u64 b = operand<cfg::ROW>(s.x, cfg::GROUP_ROWS * cfg::ROW);
         int w_before = -1, x_before = -1, x_now = 0;
-        u32 add = 0;
+        u32 add = cfg::K_SPLIT > 1;
+        // of a part whose number of steps ptxas can't tell, sums without a value would serialize products
+        if constexpr (cfg::K_SPLIT > 1) clear(d);
         walk(
             t,
             [&](int c, int phase) {
@@ -155,9 +164,7 @@ struct Consumer {
     template <class D>
     __device__ __forceinline__ void sum_split(D& d, const Tile& t, Order& order) {
         const u64 b = operand<cfg::ROW>(s.x, cfg::GROUP_ROWS * cfg::ROW);
-        UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
-            UNROLL for (int n = 0; n < cfg::STRIPS; n++)
-                UNROLL for (int i = 0; i < SUMS; i++) d[m][n][i] = 0.f;
+        clear(d);
         int x_now = -1;
         walk(
             t,
