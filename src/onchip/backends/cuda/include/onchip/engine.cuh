@@ -149,28 +149,29 @@ DEVICE void run(const Args& a, const TensorMap* x, const TensorMap* w, const Ten
     const Shared s = Shared::at(shared_address(memory));
     const int warp = threadIdx.x >> 5;
     mark(6, 0);
-    if (threadIdx.x == 0) {
-        prefetch(x);
-        prefetch(w);
-        for (int i = 0; i < W_TILES; i++) {
+    if (warp == 0) {  // its lanes side by side: a kernel may have dozens of barriers
+        const int lane = threadIdx.x;
+        for (int i = lane; i < W_TILES; i += 32) {
             barrier_init(s.w_full + 8 * i, 1);
             barrier_init(s.w_empty + 8 * i, 4 * cfg::SPLIT * cfg::W_SHARED);
         }
-        for (int i = 0; i < cfg::X_STAGES; i++) {
+        for (int i = lane; i < cfg::X_STAGES; i += 32) {
             barrier_init(s.x_full + 8 * i, 1);
             barrier_init(s.x_empty + 8 * i, 4 * cfg::SPLIT * cfg::X_SHARED);
         }
-        for (int i = 0; i < cfg::R_STAGES; i++) {
+        for (int i = lane; i < cfg::R_STAGES; i += 32) {
             barrier_init(s.in_full + 8 * i, 1);
             barrier_init(s.in_empty + 8 * i, cfg::IN_PLACE ? cfg::SPLIT : 4 * cfg::SPLIT);
         }
-        for (int i = 0; i < cfg::TEAMS; i++) barrier_init(s.turn + 8 * i, 4 * cfg::SPLIT);
-        if constexpr (cfg::K_SPLIT > 1) expect_sums(s, cluster_rank());
+        for (int i = lane; i < cfg::TEAMS; i += 32) barrier_init(s.turn + 8 * i, 4 * cfg::SPLIT);
+        if constexpr (cfg::K_SPLIT > 1)
+            if (lane == 0) expect_sums(s, cluster_rank());
         if constexpr (cfg::SPLITS) {
-            for (int i = 0; i < cfg::X_STAGES; i++) barrier_init(s.split + 8 * i, 2);
-            for (int i = 0; i < WARPGROUPS; i++) barrier_init(s.order + 8 * i, 4);
+            for (int i = lane; i < cfg::X_STAGES; i += 32) barrier_init(s.split + 8 * i, 2);
+            for (int i = lane; i < WARPGROUPS; i += 32) barrier_init(s.order + 8 * i, 4);
         }
         barriers_ready();
+        if (lane == 0) prefetch(x), prefetch(w);
     }
     if constexpr (cfg::K_SPLIT > 1) {
         __syncthreads();

@@ -64,13 +64,15 @@ constexpr bool EARLY = cfg::AT_ONCE && cfg::W_PACKED;
 DEVICE void fetch_all_input(const Shared& s, const TensorMap* x) {
     Ring<cfg::X_STAGES> ring;
     const Tile t = tile_of(first_tile());
-    walk(t, [&](int c, int phase) { fetch_input(s, x, t, c, phase, ring); }, [](int, int, bool) {});
+    walk<1>(t, [&](int c, int phase) { fetch_input(s, x, t, c, phase, ring); }, [](int, int, bool) {});
 }
 
 DEVICE void fetch_all_weights(const Shared& s, const TensorMap* w) {
     int slot = 0;
+    mark(0, 0);
     const Tile t = tile_of(first_tile());
-    walk(t, [](int, int) {}, [&](int c, int tap, bool) { fetch_weights(s, w, t, c, tap, slot++); });
+    walk<1>(t, [](int, int) {}, [&](int c, int tap, bool) { fetch_weights(s, w, t, c, tap, slot++); });
+    mark(1, 0);
 }
 
 DEVICE void produce(const Shared& s, const TensorMap* x, const TensorMap* w) {
@@ -86,7 +88,7 @@ DEVICE void produce(const Shared& s, const TensorMap* x, const TensorMap* w) {
         const Tile t = tile_of(n);
         const bool weights_late = !STREAM && turn == AHEAD;
         const bool last_chance = !STREAM && turn < AHEAD && n + next_tile() >= cfg::WORK;
-        walk(
+        walk<1>(
             t,
             [&](int c, int phase) { fetch_input(s, x, t, c, phase, x_ring); },
             [&](int c, int tap, bool) {
@@ -142,7 +144,7 @@ DEVICE void split_input(const Shared& s, int thread) {
     constexpr int EACH = 4, STRIDE = 16 * 64;  // bytes of all threads
     Ring<cfg::X_STAGES> ring;
     for (int n = first_tile(); n < cfg::WORK; n += next_tile())
-        walk(
+        walk<1>(
             tile_of(n),
             [&](int, int) {
                 barrier_wait(s.x_full + 8 * ring.slot, ring.parity);

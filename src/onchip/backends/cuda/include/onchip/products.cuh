@@ -125,7 +125,7 @@ struct Consumer {
         u32 add = cfg::K_SPLIT > 1;
         // of a part whose number of steps ptxas can't tell, sums without a value would serialize products
         if constexpr (cfg::K_SPLIT > 1) clear(d);
-        walk(
+        walk<UNROLLED>(
             t,
             [&](int c, int phase) {
                 barrier_wait(s.x_full + 8 * x.slot, x.parity);
@@ -166,7 +166,7 @@ struct Consumer {
         const u64 b = operand<cfg::ROW>(s.x, cfg::GROUP_ROWS * cfg::ROW);
         clear(d);
         int x_now = -1;
-        walk(
+        walk<UNROLLED>(
             t,
             [&](int c, int phase) {
                 if (x_now >= 0) release<cfg::X_SHARED>(s.x_empty + 8 * x_now);

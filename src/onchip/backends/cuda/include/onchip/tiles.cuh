@@ -98,7 +98,8 @@ DEVICE int next_tile() { return gridDim.x / cfg::CLUSTER; }
 
 // Every chunk of a tile's input and every step on it, in the order in which both sides of the rings
 // go: chunk(channels, phase), then step(channels, tap, first of the chunk).
-template <class Chunk, class Step>
+// `unrolled`: taps. What multiplies unrolls them, since products wait for what lies between two steps.
+template <int unrolled, class Chunk, class Step>
 DEVICE void walk(const Tile& t, Chunk chunk, Step step) {
     const int first = cfg::K_SPLIT > 1 ? t.first_step() : 0;
     const int last = cfg::K_SPLIT > 1 ? t.last_step() : STEPS;
@@ -111,7 +112,7 @@ DEVICE void walk(const Tile& t, Chunk chunk, Step step) {
             const int end = min(high, cfg::PHASE_BEGIN[phase + 1]);
             if (begin < end) {
                 chunk(c, phase);
-#pragma unroll UNROLLED
+#pragma unroll unrolled
                 for (int tap = begin; tap < end; tap++) step(c, tap, tap == begin);
             }
         }
