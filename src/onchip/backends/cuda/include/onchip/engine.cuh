@@ -96,7 +96,7 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
         mark(1, turn);
         Sums d;
         if constexpr (cfg::SPLITS) consumer.sum_split(d, t, order);
-        else consumer.sum(d, t);
+        else consumer.sum(d, t, turn);
         mark(2, turn);
         if constexpr (cfg::K_SPLIT > 1)
             if (!added_up(d, s, t.part, consumer.member, e.thread)) break;

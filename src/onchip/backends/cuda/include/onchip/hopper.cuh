@@ -39,7 +39,7 @@ DEVICE void barrier_expect(u32 barrier, int bytes) {
 // When warps of a program come to a place in their text, and in which turn of its loop. For
 // bench/gpu/timeline.py, which says where that is kept, how many turns, of which program.
 #ifdef TIMELINE
-constexpr int PLACES = 8;
+constexpr int PLACES = 9;
 DEVICE void mark(int place, int turn) {
     if (blockIdx.x == TIMELINE_PROGRAM && (threadIdx.x & 31) == 0 && turn < TIMELINE_TURNS)
         ((i64*)TIMELINE)[((threadIdx.x >> 5) * TIMELINE_TURNS + turn) * PLACES + place] = clock64();

@@ -118,7 +118,7 @@ struct Consumer {
 
     // All of a tile's products into d.
     template <class D>
-    __device__ __forceinline__ void sum(D& d, const Tile& t) {
+    __device__ __forceinline__ void sum(D& d, const Tile& t, int turn) {
         const u64 a = operand<W_ROW>(s.w + member * cfg::BLOCKS * BLOCK * cfg::ROW, 8 * W_ROW);
         const u64 b = operand<cfg::ROW>(s.x, cfg::GROUP_ROWS * cfg::ROW);
         int w_before = -1, x_before = -1, x_now = 0;
@@ -137,6 +137,7 @@ struct Consumer {
             [&](int c, int tap, bool first) {
                 const int slot = STREAM ? w.slot : c * cfg::TAPS + tap;
                 if (STREAM || !weights_here) barrier_wait(s.w_full + 8 * slot, STREAM ? w.parity : 0);
+                if (w_before < 0 && x_before < 0 && first) mark(8, turn);
                 products_fence();
                 multiply(d, a + (u64)(slot * (cfg::W_BYTES / 16)),
                          b + (u64)(x_now * (cfg::X_SLOT / 16) + cfg::TAP_ROWS[tap] * (cfg::ROW / 16)), add);
