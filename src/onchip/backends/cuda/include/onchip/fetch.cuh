@@ -79,28 +79,33 @@ DEVICE void produce(const Shared& s, const TensorMap* x, const TensorMap* w) {
     Ring<cfg::X_STAGES> x_ring;
     Ring<W_TILES> w_ring;
     if constexpr (cfg::AT_ONCE) return fetch_all_weights(s, w);
-    // where weights stay: input of the first tiles goes before the weights that they need last
+    // Where weights stay, the first tiles' input comes between them: memory takes its time for each
+    // input, and hands out weights, which everybody reads, meanwhile.
     constexpr int AHEAD = STREAM || cfg::CHUNKS * cfg::PHASES > 1 ? 0
                           : (cfg::TEAMS < cfg::X_STAGES ? cfg::TEAMS : cfg::X_STAGES) - 1;
-    int n = first_tile();
+    constexpr int EVERY = STEPS / (AHEAD + 1) > 0 ? STEPS / (AHEAD + 1) : 1;  // steps
+    int n = first_tile(), ahead = 0;
     for (int turn = 0; n < cfg::WORK; n += next_tile(), turn++) {
         mark(0, turn);
         const Tile t = tile_of(n);
-        const bool weights_late = !STREAM && turn == AHEAD;
-        const bool last_chance = !STREAM && turn < AHEAD && n + next_tile() >= cfg::WORK;
         walk<1>(
             t,
-            [&](int c, int phase) { fetch_input(s, x, t, c, phase, x_ring); },
+            [&](int c, int phase) {
+                if (AHEAD == 0 || turn == 0 || turn > ahead) fetch_input(s, x, t, c, phase, x_ring);
+            },
             [&](int c, int tap, bool) {
                 if constexpr (STREAM) {
                     barrier_wait(s.w_empty + 8 * w_ring.slot, w_ring.parity ^ 1);
                     fetch_weights(s, w, t, c, tap, w_ring.slot);
                     w_ring.next();
-                } else {
-                    const bool first_tap = tap == 0;
-                    const bool now = AHEAD == 0 ? turn == 0
-                                     : first_tap ? turn == 0 : weights_late || last_chance;
-                    if (now) fetch_weights(s, w, t, c, tap, c * cfg::TAPS + tap);
+                } else if (turn == 0) {
+                    const int step = c * cfg::TAPS + tap;
+                    fetch_weights(s, w, t, c, tap, step);
+                    if constexpr (AHEAD > 0)
+                        if ((step + 1) % EVERY == 0 && ahead < AHEAD) {
+                            const int next = n + (ahead + 1) * next_tile();
+                            if (next < cfg::WORK) fetch_input(s, x, tile_of(next), 0, 0, x_ring), ahead++;
+                        }
                 }
             });
         mark(1, turn);
