@@ -168,7 +168,7 @@ class _Emitter:
             "IN_PLACE": int(g.in_place),
             "TILE_RANK": 1 + len(p.lines) + (p.batch > 1),
             "READS": len(reads), "READ_TX": read,
-            "RESULTS": len(p.results), "STAGED": int(g.staged), "WIDE": int(g.wide),
+            "RESULTS": len(p.results), "STAGED": int(g.staged), "WIDE": int(g.wide), "FOLDED": int(g.carried),
         }  # fmt: skip
         folds = {"max": "'M'", "min": "'m'", "sum": "'s'", "": "0"}
         half = any(r.tensor.dtype is DType.F16 for r in (*p.results, *p.reads))
