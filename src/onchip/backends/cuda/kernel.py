@@ -100,7 +100,7 @@ class _Emitter:
                 "struct Place {\n    int batch, feature, at[4];\n};",
                 self.epilogue.text,
                 self._dispatch(),
-                self._product(),
+                *(self._product(held) for held in (False, True) if held in self._weights()),
                 *self._engine(),
                 self._function(len(tiled)),
             ]
@@ -168,7 +168,8 @@ class _Emitter:
             "IN_PLACE": int(g.in_place),
             "TILE_RANK": 1 + len(p.lines) + (p.batch > 1),
             "READS": len(reads), "READ_TX": read,
-            "RESULTS": len(p.results), "STAGED": int(g.staged), "WIDE": int(g.wide), "FOLDED": int(g.carried),
+            "RESULTS": len(p.results), "STAGED": int(g.staged), "WIDE": int(g.wide),
+            "FOLDED": int(g.carried),
         }  # fmt: skip
         folds = {"max": "'M'", "min": "'m'", "sum": "'s'", "": "0"}
         half = any(r.tensor.dtype is DType.F16 for r in (*p.results, *p.reads))
@@ -268,26 +269,33 @@ class _Emitter:
         assert affine(form), "a tile's elements lie at equal distances"
         return {None: form.constant} | {a: c for a, c in form.terms if isinstance(a, Axis)}
 
-    def _product(self) -> str:
+    def _weights(self) -> tuple[bool, ...]:
+        """Whence instructions take weights, True: from registers. The text of the engine's own loop
+        stands beside the packed form's, and has its instruction."""
+        if self.rows and self.rows.w_held:
+            return False, True
+        return (self.p.splits,)
+
+    def _product(self, held: bool) -> str:
         """One instruction: 64 features by the columns of a strip (or of a part of it), 32 bytes of
-        channels. Weights that are split come from registers."""
+        channels. held: weights come from registers."""
         p, g = self.p, self.g
         n = GROUP * part_groups(g) if p.splits else g.columns
         kind, depth = INSTRUCTIONS[p.kind]
         half = n // 2
         regs = ", ".join(f"%{i}" for i in range(half))
         outs = ", ".join(f'"+f"(d[{i}])' for i in range(half))
-        order = "" if p.size == 4 else f", {int(p.w_features_inner)}, 0"
-        takes, words = ("const u32 (&a)[4]", 4) if p.splits else ("u64 a", 1)
+        order = "" if p.size == 4 else ", 0" if held else f", {int(p.w_features_inner)}, 0"
+        takes, words = ("const u32 (&a)[4]", 4) if held else ("u64 a", 1)
         a = ", ".join(f"%{half + i}" for i in range(words))
-        given = ", ".join(f'"r"(a[{i}])' for i in range(words)) if p.splits else '"l"(a)'
+        given = ", ".join(f'"r"(a[{i}])' for i in range(words)) if held else '"l"(a)'
         return (
             f"DEVICE void product(float (&d)[{half}], {takes}, u64 b, u32 add) {{\n"
             f'    asm volatile(\n        "{{\\n.reg .pred p;\\n'
             f'setp.ne.u32 p, %{half + words + 1}, 0;\\n"\n'
             f'        "wgmma.mma_async.sync.aligned.m{BLOCK}n{n}k{depth}.f32.{kind}.{kind} "\n'
             f'        "{{{regs}}}, "\n'
-            f'        "{f"{{{a}}}" if p.splits else a}, %{half + words}, p, 1, 1{order};\\n}}"\n'
+            f'        "{f"{{{a}}}" if held else a}, %{half + words}, p, 1, 1{order};\\n}}"\n'
             f'        : {outs}\n        : {given}, "l"(b), "r"(add));\n}}'
         )
 

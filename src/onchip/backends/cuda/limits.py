@@ -14,7 +14,6 @@ MOST_CLUSTER = 16  # programs of a cluster
 MOST_THREADS = 1024
 WARP = 32  # lanes, each of which gives back a slot
 OTHERS = 32  # registers of a thread beside its sums, at least
-PACKED_OTHERS = 40  # the same in the packed form, which folds neighbours' windows
 
 Checks = Sequence[tuple[object, str]]  # (wrong, why)
 
@@ -111,7 +110,7 @@ def _packed(g: PackedGeometry, shared_bytes: int) -> Refusal | None:
             f"{len(g.pairs)} instructions a chunk",
         ),
         (
-            g.accumulators + PACKED_OTHERS > g.registers,
+            g.needed > g.registers,
             f"{g.accumulators} sums a thread of {g.registers} registers",
         ),
         (g.threads > MOST_THREADS, f"{g.threads} threads of at most {MOST_THREADS}"),

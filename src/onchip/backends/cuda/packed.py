@@ -30,8 +30,10 @@ from onchip.ir.expr import Tensor
 PART_BYTES = 16
 STEPS_OF_ROW = 4  # instructions that a row of 128 bytes of weights feeds
 MOST_PARTS = 8  # of a run in a slot
-LOADER_WARPS = (8, 4)  # lay out input: so many with up to two warpgroups that multiply, or more
-LOADING = 56  # registers of their threads, which hand on the others
+LOADER_WARPS = 4  # lay out input; twice as many if they hand registers on to few warpgroups
+# Registers of their threads, if they hand on the others: the copy engine brings their rows, or not
+LOADING = (56, 64)
+OTHERS = 40  # registers, at least, of a thread that multiplies, beside what it holds
 RAW_STAGES = 2  # rows that each of them has, one on its way while it lays out the other
 PER_ITEM = 4  # parts, at most, of an item that a thread lays out
 AT_ONCE = 2  # items
@@ -289,7 +291,7 @@ class PackedGeometry(Geometry):
 
     @property
     def loader_warps(self) -> int:
-        return LOADER_WARPS[self.warpgroups > 2]
+        return LOADER_WARPS * (2 if self.carried and self.warpgroups <= 2 else 1)
 
     @property
     def loaders(self) -> int:
@@ -307,10 +309,32 @@ class PackedGeometry(Geometry):
         return 128 * self.warpgroups + 32 * self.loader_warps
 
     @property
+    def needed(self) -> int:
+        """Registers of a thread that multiplies, at least: its sums, the row above in float32 (in
+        halves it takes the place of sums), and others."""
+        above = 4 * self.groups * self.config.blocks * (self.carried and self.wide)
+        return self.accumulators + above + OTHERS
+
+    @property
+    def loading(self) -> int:
+        """Registers of a thread that loads, if it hands on others."""
+        return LOADING[not self.whole_rows]
+
+    @property
     def registers(self) -> int:
-        """Of a thread that multiplies, with what those that load hand on."""
-        left = self.threads * launched(self) - 32 * self.loader_warps * LOADING
-        return min(left // (128 * self.warpgroups) // 8 * 8, MOST)
+        """Of a thread that multiplies, with what those that load hand on: where rows are handed on,
+        since ptxas gives other forms' epilogues no more than a kernel starts with."""
+        if not self.carried:
+            return launched(self)
+        left = self.threads * launched(self) - 32 * self.loader_warps * self.loading
+        return max(min(left // (128 * self.warpgroups) // 8 * 8, MOST), launched(self))
+
+    @property
+    def w_held(self) -> bool:
+        """Weights stay in registers: shared memory then hands out the input only. Where rows are
+        handed on: other epilogues leave too few registers."""
+        words = 4 * len(self.pairs) * self.config.blocks
+        return self.carried and self.run_chunks == 1 and self.needed + words <= self.registers
 
     @property
     def work(self) -> int:
@@ -351,7 +375,8 @@ class PackedGeometry(Geometry):
             "AT_ONCE": AT_ONCE, "WHOLE_ROWS": int(self.whole_rows),
             "STEP": self.step_bytes, "LOADER_WARPS": self.loader_warps,
             "LOADERS": self.loaders,
-            "LOADING": LOADING, "MULTIPLYING": self.registers,
+            "W_HELD": int(self.w_held), "LOADING": self.loading,
+            "MULTIPLYING": self.registers, "HANDED_ON": int(self.registers > launched(self)),
             "ROW_ELEMENTS": self.line.size * self.problem.channels, "ROWS": d.size,
             "X_OFFSET": self.problem.x_offset, "ORIGIN": self.origin - self.lead - self.raw_before,
             "TILE_ELEMENTS": self.hops[0] * self.line.stride * self.problem.channels,

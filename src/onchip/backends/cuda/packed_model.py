@@ -31,11 +31,11 @@ from onchip.backends.cuda.problem import Config, Line, Problem
 from onchip.fusion.machine import Gpu
 from onchip.fusion.refusal import Refusal, Rule
 
-OTHERS = 40  # registers of a thread beside its sums: no spills
 # Judgements:
 MOST_ROWS = 9  # of a patch
 AHEAD = 4  # tiles whose further slots are filled beyond those that a tile reads
 ROW = 350.0  # clocks of a warp for a row beside what it lays out: two waits, fences, the next copy
+PER_PAIR = 8.0  # instructions of an epilogue for each two sums whose windows are folded in halves
 PER_PART = 30.0  # clocks of a warp that lays out one part of 32 positions
 
 
@@ -68,9 +68,10 @@ def microseconds(g: PackedGeometry, gpu: Gpu) -> float:
     products = count * BLOCK * g.columns * 32 / MULTIPLIED
     rows = g.advance * g.row_step * g.run_chunks  # bytes that are laid out for a tile
     out = c.split * (g.tile_bytes + g.carry_bytes) * 2
-    shared = count * (BLOCK + g.columns) * 32 + 2 * rows + out
+    shared = count * (BLOCK * (not g.w_held) + g.columns) * 32 + 2 * rows + out
     loaders = g.advance * g.run_chunks * _row(g) / g.loaders
-    epilogue = EPILOGUE + PER_SUM * g.accumulators * c.split * len(p.results)
+    per_sum = PER_PAIR / 2 if g.carried and not g.wide else PER_SUM
+    epilogue = EPILOGUE + per_sum * g.accumulators * c.split * len(p.results)
     if g.staged:
         loads = prod(g.cells) * prod(x.window for x in p.lines) * g.tile_features / 8
         epilogue += PER_CELL * loads / 128 * (2 if g.wide else 1)
@@ -104,9 +105,9 @@ def _choices(p: Problem, gpu: Gpu) -> Iterator[Config]:
         for (b, split), teams in product(shapes, (1, 2, 3, 4)):
             config = Config(patch, 0, b, split, teams)
             g = PackedGeometry(p, config)
-            if g.threads > MOST_THREADS or g.accumulators + OTHERS > g.registers:
+            if min(g.cells) < 1 or g.threads > MOST_THREADS or teams > _most_tiles(g, gpu):
                 continue
-            if min(g.cells) < 1 or teams > _most_tiles(g, gpu):
+            if g.needed > g.registers:
                 continue
             room = gpu.shared_bytes - PackedGeometry(p, replace(config, x_stages=0)).shared_bytes
             stages = min(room // (g.x_slot + 16), (g.units + AHEAD * g.spent) * g.run_chunks)

@@ -272,27 +272,57 @@ DEVICE void give_back(const Shared& s, int slot, int count) {
     }
 }
 
+DEVICE void weights_come(const Shared& s, int first, int count) {
+    for (int i = first; i < first + count; i++) barrier_wait(s.w_full + 8 * i, 0);
+}
+
 // Until what a tile multiplies, of one chunk, has come.
 DEVICE void operands_here(const Shared& s, int slot, int chunk, bool weights_here) {
     UNROLL for (int u = 0; u < UNITS; u++)
         barrier_wait(s.x_full + 8 * ((slot + u) % cfg::X_STAGES), (slot + u) / cfg::X_STAGES & 1);
-    if (weights_here) return;
     constexpr int EACH = RUN_CHUNKS == 1 ? WEIGHTS : PAIRS / K_STEPS;
-    for (int i = 0; i < EACH; i++) barrier_wait(s.w_full + 8 * (chunk * EACH + i), 0);
+    if (!weights_here) weights_come(s, chunk * EACH, EACH);
 }
+
+// A warpgroup's weights: in shared memory, or in registers, where the matrix unit reads them without
+// taking from shared memory's bandwidth (PTX ISA, wgmma: of each 32 bytes of rows lane / 4 and 8 on
+// the words lane % 4 and 4 on).
+template <bool HELD>
+struct Weights {
+    u64 first;
+    DEVICE Weights of(u32 at, int) { return {operand<128>(at, 8 * 128)}; }
+    __device__ __forceinline__ u64 get(int chunk, int i, int m) const {
+        return first + (u64)((chunk * (PAIRS / K_STEPS) + i / K_STEPS) * cfg::W_BYTES + m * BLOCK * 128 + i % K_STEPS * 32) / 16;
+    }
+};
+template <>
+struct Weights<true> {
+    u32 word[PAIRS][cfg::BLOCKS][4];
+    DEVICE Weights of(u32 at, int thread) {
+        Weights w;
+        const int row = thread / 32 * 16 + thread % 32 / 4;
+        const u32 own = at + row * 128 + (row % 8 << 4) + thread % 4 * 4;
+        UNROLL for (int i = 0; i < PAIRS; i++)
+            UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
+                UNROLL for (int q = 0; q < 4; q++)
+                    w.word[i][m][q] = load_word((own ^ (i % K_STEPS * 32 + q / 2 * 16)) + i / K_STEPS * cfg::W_BYTES +
+                                                (m * BLOCK + q % 2 * 8) * 128);
+        return w;
+    }
+    __device__ __forceinline__ const u32 (&get(int, int i, int m) const)[4] { return word[i][m]; }
+};
 
 // All of a tile's products into d; `slot`: how many slots were filled before its first one. Where
 // runs come in chunks, it waits for each one, and gives back each slot but the last, once the tile
 // before has multiplied.
 template <class Wait>
-DEVICE void sum(Sums& d, const Shared& s, u32 weights, int slot, bool weights_here, Wait tile_before) {
-    const u64 a = operand<128>(weights, 8 * 128);
+DEVICE void sum(Sums& d, const Shared& s, const Weights<W_HELD>& weights, int slot, bool weights_here,
+                Wait tile_before) {
 #pragma unroll 1
     for (int chunk = 0; chunk < RUN_CHUNKS; chunk++, slot++) {
         u32 x[UNITS];
         UNROLL for (int u = 0; u < UNITS; u++) x[u] = s.x + (slot + u) % cfg::X_STAGES * SLOT;
         if constexpr (RUN_CHUNKS > 1) operands_here(s, slot, chunk, weights_here);
-        const u64 mine = a + (u64)(chunk * (PAIRS / K_STEPS) * (cfg::W_BYTES / 16));
         products_fence();
         UNROLL for (int i = 0; i < PAIRS; i++)
             UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
@@ -300,9 +330,7 @@ DEVICE void sum(Sums& d, const Shared& s, u32 weights, int slot, bool weights_he
                     const int row = strip * DOWN_STRIDE + PAIR_ROW[i];
                     const u32 at = x[row / SLOT_ROWS] + row % SLOT_ROWS * ROW_STEP + PAIR_PART[i] * PART_STEP;
                     const u32 apart = PAIR_APART[i] < 0 ? s.zero - at : PAIR_APART[i];
-                    product(d[m][strip],
-                            mine + (i / K_STEPS * cfg::W_BYTES + m * BLOCK * 128 + i % K_STEPS * 32) / 16,
-                            plain_operand(at, apart), i > 0 ? 1 : chunk > 0);
+                    product(d[m][strip], weights.get(chunk, i, m), plain_operand(at, apart), i > 0 ? 1 : chunk > 0);
                 }
         products_commit();
         if (RUN_CHUNKS > 1 && chunk > 0) {
@@ -318,7 +346,7 @@ DEVICE float nothing() { return __uint_as_float(cfg::FOLD == 'M' ? 0xFF800000u :
 
 // A row of a tile as windows fold it: of each group of 8 positions the two that a thread has.
 typedef u32 Row[cfg::GROUPS][2][WORDS];
-constexpr int HANDED = (cfg::GROUPS * 2 * WORDS + 3) / 4;  // parts of 16 bytes of it
+constexpr int ROW_PARTS = (cfg::GROUPS * 2 * WORDS + 3) / 4;  // parts of 16 bytes of it
 
 DEVICE void pack(u32 (&to)[WORDS], float first, float second) {
     if constexpr (cfg::WIDE) to[0] = __float_as_uint(first), to[1] = __float_as_uint(second);
@@ -346,18 +374,18 @@ DEVICE void values(u32 (&to)[2][WORDS], const engine::Epilogue& e, const float (
 
 // A row from shared memory, or to there: a thread's parts of 16 bytes, 128 threads' side by side.
 DEVICE void take_row(Row& row, u32 from) {
-    u32 flat[4 * HANDED];
-    UNROLL for (int i = 0; i < HANDED; i++) {
+    u32 flat[4 * ROW_PARTS];
+    UNROLL for (int i = 0; i < ROW_PARTS; i++) {
         const uint4 v = load_part(from + i * (128 * 16));
         flat[4 * i] = v.x, flat[4 * i + 1] = v.y, flat[4 * i + 2] = v.z, flat[4 * i + 3] = v.w;
     }
     UNROLL for (int i = 0; i < cfg::GROUPS * 2 * WORDS; i++) row[i / (2 * WORDS)][i / WORDS % 2][i % WORDS] = flat[i];
 }
 DEVICE void hand_on(const Row& row, u32 to) {
-    u32 flat[4 * HANDED];
-    UNROLL for (int i = 0; i < 4 * HANDED; i++)
+    u32 flat[4 * ROW_PARTS];
+    UNROLL for (int i = 0; i < 4 * ROW_PARTS; i++)
         flat[i] = i < cfg::GROUPS * 2 * WORDS ? row[i / (2 * WORDS)][i / WORDS % 2][i % WORDS] : 0;
-    UNROLL for (int i = 0; i < HANDED; i++)
+    UNROLL for (int i = 0; i < ROW_PARTS; i++)
         store_part(to + i * (128 * 16), make_uint4(flat[4 * i], flat[4 * i + 1], flat[4 * i + 2], flat[4 * i + 3]));
 }
 
@@ -403,6 +431,11 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
     UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
         UNROLL for (int h = 0; h < 2; h++) c[m][h] = features(a, 0, min(e.feature(m, h), cfg::FEATURES - 1));
     bool weights_here = false;
+    if (W_HELD && mine.first < mine.last) {
+        weights_come(s, 0, WEIGHTS);
+        weights_here = true;
+    }
+    const Weights<W_HELD> weights = Weights<W_HELD>::of(s.w + member * cfg::BLOCKS * BLOCK * 128, thread);
     int slot = 0, turn = 0;
     for (int n = mine.first; n < mine.last; n++, turn++) {
         const bool ends = n + 1 == mine.last || begins(n + 1);
@@ -428,7 +461,7 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
         const auto tile_before = [&]() {
             if (cfg::TEAMS > 1 && turn > 0) barrier_wait(s.done + 8 * other, parity);
         };
-        sum(d, s, s.w + member * cfg::BLOCKS * BLOCK * 128, slot, weights_here, tile_before);
+        sum(d, s, weights, slot, weights_here, tile_before);
         weights_here = true;
         if constexpr (cfg::TEAMS > 1) arrive(s.turn + 8 * group);
         products_wait<0>();
@@ -509,10 +542,10 @@ DEVICE void run(const Args& a, const T* x, const TensorMap* w, const TensorMap* 
     wait_for_launch_before();
     const int warp = threadIdx.x >> 5;
     if (warp < 4 * WARPGROUPS) {  // this branch first: else ptxas gives it no more registers
-        more_registers<MULTIPLYING>();
+        if constexpr (HANDED_ON) more_registers<MULTIPLYING>();
         consume(s, a, results);
     } else {
-        fewer_registers<LOADING>();
+        if constexpr (HANDED_ON) fewer_registers<LOADING>();
         load(s, x, w, warp - 4 * WARPGROUPS, threadIdx.x & 31);
     }
     start_next_launch();
