@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from math import ceil, prod
 
+from onchip.backends.cuda import packed_sizes
 from onchip.backends.cuda.epilogue import epilogue_text
 from onchip.backends.cuda.form_axes import address, affine
 from onchip.backends.cuda.geometry import BLOCK, GROUP, Geometry
@@ -89,6 +90,8 @@ class _Emitter:
         maps += [self._tile_map(r.tensor, r.index, r.pooled) for r in tiled]
         maps += [self._tile_map(r.tensor, r.index, p.pools) for r in self.reads]
         pointers = [Pointer(n) for n in range(len(self.numbers))]
+        # the engine's own loop stands beside the packed form's, and has its instruction
+        held = (False, True) if self.rows and self.rows.w_held else (p.splits,)
         text = "\n\n".join(
             [
                 "".join(f"// {line}\n" for line in self.comment.splitlines())
@@ -100,7 +103,7 @@ class _Emitter:
                 "struct Place {\n    int batch, feature, at[4];\n};",
                 self.epilogue.text,
                 self._dispatch(),
-                *(self._product(held) for held in (False, True) if held in self._weights()),
+                *map(self._product, held),
                 *self._engine(),
                 self._function(len(tiled)),
             ]
@@ -209,8 +212,8 @@ class _Emitter:
         """The main loop, with the sizes that it alone has."""
         if self.rows is None:
             return ("#include <onchip/engine.cuh>",)
-        sizes = [f"constexpr int {k} = {v};" for k, v in self.rows.constants.items()]
-        arrays = self.rows.tables.items()
+        sizes = [f"constexpr int {k} = {v};" for k, v in packed_sizes.constants(self.rows).items()]
+        arrays = packed_sizes.tables(self.rows).items()
         sizes += [f"__device__ constexpr int {k}[] = {_list(v)};" for k, v in arrays]
         text = "namespace packed_cfg {\n" + "\n".join(sizes) + "\n}"
         return text, "#include <onchip/packed.cuh>"
@@ -268,13 +271,6 @@ class _Emitter:
         form = address(tuple(index), self.strides[t])
         assert affine(form), "a tile's elements lie at equal distances"
         return {None: form.constant} | {a: c for a, c in form.terms if isinstance(a, Axis)}
-
-    def _weights(self) -> tuple[bool, ...]:
-        """Whence instructions take weights, True: from registers. The text of the engine's own loop
-        stands beside the packed form's, and has its instruction."""
-        if self.rows and self.rows.w_held:
-            return False, True
-        return (self.p.splits,)
 
     def _product(self, held: bool) -> str:
         """One instruction: 64 features by the columns of a strip (or of a part of it), 32 bytes of

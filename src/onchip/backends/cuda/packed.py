@@ -356,51 +356,6 @@ class PackedGeometry(Geometry):
             + 8 * self.barriers
         )
 
-    # ---- what the kernel's text says -----------------------------------------------------------
-
-    @cached_property
-    def constants(self) -> dict[str, int]:
-        """Sizes of include/packed.cuh."""
-        d = self.down
-        return {
-            "SIZE": self.problem.size, "LEAD": self.lead, "RUN": self.run,
-            "RUN_CHUNKS": self.run_chunks,
-            "PARTS": self.parts, "PART_STEP": self.part_step, "ROW_STEP": self.row_step,
-            "SLOT": self.x_slot, "ADVANCE": self.advance, "SLOT_ROWS": self.slot_rows,
-            "UNITS": self.units, "DOWN_STRIDE": d.stride, "PAIRS": len(self.pairs),
-            "WEIGHTS": self.w_tiles,
-            "ZERO_BYTES": up(self.zero_bytes, 128), "RAW_STAGES": RAW_STAGES,
-            "RAW_ROW": self.raw_row, "RAW_BEFORE": self.raw_before,
-            "RAW_ALIGNED": self.raw_aligned, "COPY": self.copy_bytes, "PER_ITEM": self.per_item,
-            "AT_ONCE": AT_ONCE, "WHOLE_ROWS": int(self.whole_rows),
-            "STEP": self.step_bytes, "LOADER_WARPS": self.loader_warps,
-            "LOADERS": self.loaders,
-            "W_HELD": int(self.w_held), "LOADING": self.loading,
-            "MULTIPLYING": self.registers, "HANDED_ON": int(self.registers > launched(self)),
-            "ROW_ELEMENTS": self.line.size * self.problem.channels, "ROWS": d.size,
-            "X_OFFSET": self.problem.x_offset, "ORIGIN": self.origin - self.lead - self.raw_before,
-            "TILE_ELEMENTS": self.hops[0] * self.line.stride * self.problem.channels,
-            "ROW_ORIGIN": -d.pad - d.lead * d.stride * (not self.carried),
-            "CARRIED": int(self.carried), "CARRY_BYTES": self.carry_bytes,
-            "POSITION_TILES": prod(self.tiles),
-        }  # fmt: skip
-
-    @cached_property
-    def tables(self) -> dict[str, list[int]]:
-        """For each pair: its row, its part, and the bytes from there to the second part (-1:
-        zeros). Then elements of memory between two elements of each line but the first."""
-        apart = []
-        for (row, j), second in self.pairs:
-            to = second and (second[0] - row) * self.row_step + (second[1] - j) * self.part_step
-            apart.append(-1 if to is None else to)
-        steps = [x.step for x in self.problem.lines[1:]]
-        return {
-            "PAIR_ROW": [row * self.down.dilation for (row, _), _ in self.pairs],
-            "PAIR_PART": [j for (_, j), _ in self.pairs],
-            "PAIR_APART": apart,
-            "X_STEP": steps + [0] * (3 - len(steps)),
-        }
-
 
 def narrow(problem: Problem) -> bool:
     """Channels too few for the copy engine, which fetches 16 bytes at a time."""
