@@ -281,7 +281,8 @@ class PackedGeometry(Geometry):
         """That a warpgroup hands on: of each group of positions the two that a thread has, for two
         features, in parts of 16 bytes."""
         words = self.groups * 2 * (2 if self.wide else 1)
-        return self.config.blocks * up(words, 4) * 128 * 4 if self.carried else 0
+        several = self.carried and self.config.teams > 1
+        return self.config.blocks * up(words, 4) * 128 * 4 if several else 0
 
     # ---- sizes ---------------------------------------------------------------------------------
 
@@ -291,7 +292,9 @@ class PackedGeometry(Geometry):
 
     @property
     def loader_warps(self) -> int:
-        return LOADER_WARPS * (2 if self.carried and self.warpgroups <= 2 else 1)
+        return LOADER_WARPS * (
+            2 if self.carried and self.warpgroups <= 2 and self.problem.size == 2 else 1
+        )
 
     @property
     def loaders(self) -> int:

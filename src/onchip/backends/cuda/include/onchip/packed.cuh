@@ -142,6 +142,10 @@ DEVICE void take_row(Row& row, u32 from) {
     }
     UNROLL for (int i = 0; i < cfg::GROUPS * 2 * WORDS; i++) row[i / (2 * WORDS)][i / WORDS % 2][i % WORDS] = flat[i];
 }
+DEVICE void copy(Row& to, const Row& from) {
+    UNROLL for (int i = 0; i < cfg::GROUPS * 2 * WORDS; i++)
+        to[i / (2 * WORDS)][i / WORDS % 2][i % WORDS] = from[i / (2 * WORDS)][i / WORDS % 2][i % WORDS];
+}
 DEVICE void hand_on(const Row& row, u32 to) {
     u32 flat[4 * ROW_PARTS];
     UNROLL for (int i = 0; i < 4 * ROW_PARTS; i++)
@@ -191,6 +195,7 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
     Features c[cfg::BLOCKS][2];
     UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
         UNROLL for (int h = 0; h < 2; h++) c[m][h] = features(a, 0, min(e.feature(m, h), cfg::FEATURES - 1));
+    Row own[cfg::BLOCKS];  // the last row, where there is one team
     bool weights_here = false;
     if (W_HELD && mine.first < mine.last) {
         weights_come(s, 0, WEIGHTS);
@@ -240,12 +245,14 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
                 UNROLL for (int g = 0; g < cfg::GROUPS; g++) values(last[m][g], e, d[m][LAST], c[m], m, LAST, g);
                 const u32 row = s.carry + m * (CARRY_BYTES / cfg::BLOCKS) + thread * 16;
                 if (take) {
-                    take_row(above[m], row + other * CARRY_BYTES);
+                    if constexpr (cfg::TEAMS > 1) take_row(above[m], row + other * CARRY_BYTES);
+                    else copy(above[m], own[m]);
                 } else {
                     UNROLL for (int g = 0; g < cfg::GROUPS; g++)
                         UNROLL for (int x = 0; x < 2; x++) pack(above[m][g][x], nothing(), nothing());
                 }
-                hand_on(last[m], row + group * CARRY_BYTES);
+                if constexpr (cfg::TEAMS > 1) hand_on(last[m], row + group * CARRY_BYTES);
+                else copy(own[m], last[m]);
             }
             if constexpr (cfg::TEAMS > 1) arrive(s.done + 8 * group);
             mark(5, turn);
