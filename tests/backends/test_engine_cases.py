@@ -13,6 +13,7 @@ from onchip.backends.cuda.geometry import Geometry
 from onchip.backends.cuda.limits import refusal
 from onchip.backends.cuda.packed import PackedGeometry
 from onchip.backends.cuda.parts import at_once
+from onchip.backends.cuda.registers import launched
 
 prepared = cache(lambda name: prepare(CASES[name]))
 
@@ -50,6 +51,10 @@ def facts(p: Prepared, g: Geometry) -> Iterator[str]:
         yield f"packed, {c.teams} teams"
         yield f"packed, rows of {'several chunks' if g.run_chunks > 1 else 'one chunk'}"
         yield f"packed, pairs {'across rows' if g.across_rows else 'of a row'}"
+        yield f"packed, rows by {'the copy engine' if g.whole_rows else 'threads'}"
+        yield f"packed, weights in {'registers' if g.w_held else 'shared memory'}"
+        yield f"packed, loaders {'hand on' if g.registers > launched(g) else 'keep'} registers"
+        yield f"packed, {'some' if g.loaders < g.loader_warps else 'all'} warps load"
         return  # another main loop
     yield q.kind
     yield f"along {c.along}"
@@ -135,6 +140,10 @@ WANTED = [
     *(f"packed, {n} teams" for n in (1, 2, 3, 4)),
     "packed, rows of one chunk", "packed, rows of several chunks",
     "packed, pairs across rows", "packed, pairs of a row",
+    "packed, rows by the copy engine", "packed, rows by threads",
+    "packed, weights in registers", "packed, weights in shared memory",
+    "packed, loaders hand on registers", "packed, loaders keep registers",
+    "packed, some warps load", "packed, all warps load",
     *(f"two tiles or more for each of {n} teams" for n in (1, 2, 3, 4)),
     *(f"the same, cluster of {n}" for n in (2, 4)),
 ]  # fmt: skip

@@ -299,20 +299,28 @@ static void multiply_here(float (&d)[HALF], u64 a, u64 b, u32 add) {
         d[i] = sum;
     }
 }
-// The same, 64 rows from registers (PTX ISA, wgmma, fragments of .m64k8): of TF32, so that the low
-// 13 bits of words are nothing.
+// The same, 64 rows from registers (PTX ISA, wgmma, fragments of .m64k8 and .m64k16). Of words of
+// TF32 the low 13 bits are nothing.
 static float truncated(u32 word) { return __uint_as_float(word & 0xFFFFE000u); }
-template <int HALF>
+template <char KIND, int HALF>
 static void multiply_held(float (&d)[HALF], const u32 (&a)[4], u64 b, u32 add) {
     const int lane = threadIdx.x % 32;
-    float rows[2][8];
+    constexpr int DEEP = KIND == 't' ? 8 : 16;
+    float rows[2][DEEP];
     for (int q = 0; q < 4; q++)
-        for (int i = 0; i < 4; i++) rows[i % 2][q + 4 * (i / 2)] = truncated(__shfl_sync(~0u, a[i], lane / 4 * 4 + q));
+        for (int i = 0; i < 4; i++) {
+            const u32 word = __shfl_sync(~0u, a[i], lane / 4 * 4 + q);
+            float* to = &rows[i % 2][DEEP / 2 * (i / 2) + DEEP / 8 * q];
+            if constexpr (KIND == 't') *to = truncated(word);
+            else for (int e = 0; e < 2; e++) to[e] = KIND == 'b' ? onchip::from_bf16(word >> 16 * e) : onchip::from_fp16(word >> 16 * e);
+        }
     for (int i = 0; i < HALF; i++) {
         const int column = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
         float sum = add ? d[i] : 0.f;
-        for (int k = 0; k < 8; k++)
-            sum += rows[i / 2 % 2][k] * truncated(__float_as_uint(element<'t'>(b, column, k)));
+        for (int k = 0; k < DEEP; k++) {
+            const float x = element<KIND>(b, column, k);
+            sum += rows[i / 2 % 2][k] * (KIND == 't' ? truncated(__float_as_uint(x)) : x);
+        }
         d[i] = sum;
     }
 }
