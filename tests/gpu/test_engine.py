@@ -160,4 +160,4 @@ def test_a_wait_that_never_ends_is_an_error_that_names_the_kernel() -> None:
     said = done.stdout + done.stderr[-3000:]
     assert "NAMED" in done.stdout, said
     waited = float(done.stdout.partition(" s: ")[0])
-    assert 3 < waited < 6, f"{said}\nafter {time.perf_counter() - start:.1f} s"
+    assert 0.5 < waited < 4, f"{said}\nafter {time.perf_counter() - start:.1f} s"

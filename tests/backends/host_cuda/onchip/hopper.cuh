@@ -173,6 +173,10 @@ DEVICE void barrier_init(u32 at, int arrivals) {
     Barrier& b = barrier_at(at);
     b.arrivals = b.wanted = arrivals, b.bytes = 0, b.round = 0;
 }
+DEVICE int own_warp() { return threadIdx.x >> 5; }
+DEVICE void barriers_init(u32 first, int count, int arrivals) {
+    for (int i = threadIdx.x & 31; i < count; i += 32) barrier_init(first + 8 * i, arrivals);
+}
 DEVICE void barrier_arrive(u32 at) { barrier_at(at).step(1, 0); }
 DEVICE void barrier_expect(u32 at, int bytes) { barrier_at(at).step(1, bytes); }
 DEVICE void barrier_wait(u32 at, u32 parity) {

@@ -65,7 +65,8 @@ DEVICE bool added_up(Sums& d, const Shared& s, int part, int member, int thread)
 }
 
 DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* results) {
-    const int warp = threadIdx.x >> 5, group = warp >> 2;
+    // where operands are split, registers are short, and products are longer
+    const int warp = cfg::SPLITS ? threadIdx.x >> 5 : own_warp(), group = warp >> 2;
     Consumer consumer{s, group, group % cfg::SPLIT, {}, {}, false};
     const int team = group / cfg::SPLIT;
     Order order = Order::of(s, group);
@@ -147,31 +148,26 @@ DEVICE void run(const Args& a, const TensorMap* x, const TensorMap* w, const Ten
                 const TensorMap* const* reads) {
     extern __shared__ unsigned char memory[];
     const Shared s = Shared::at(shared_address(memory));
-    const int warp = threadIdx.x >> 5;
+    const int warp = own_warp();
     mark(6, 0);
     if (warp == 0) {  // its lanes side by side: a kernel may have dozens of barriers
-        const int lane = threadIdx.x;
-        for (int i = lane; i < W_TILES; i += 32) {
-            barrier_init(s.w_full + 8 * i, 1);
-            barrier_init(s.w_empty + 8 * i, 4 * cfg::SPLIT * cfg::W_SHARED);
+        barriers_init(s.w_full, W_TILES, 1);
+        barriers_init(s.w_empty, STREAM ? W_TILES : 0, 4 * cfg::SPLIT * cfg::W_SHARED);
+        barriers_init(s.x_full, cfg::X_STAGES, 1);
+        barriers_init(s.x_empty, cfg::X_STAGES, 4 * cfg::SPLIT * cfg::X_SHARED);
+        if constexpr (cfg::READS > 0) {
+            barriers_init(s.in_full, cfg::R_STAGES, 1);
+            barriers_init(s.in_empty, cfg::R_STAGES, cfg::IN_PLACE ? cfg::SPLIT : 4 * cfg::SPLIT);
         }
-        for (int i = lane; i < cfg::X_STAGES; i += 32) {
-            barrier_init(s.x_full + 8 * i, 1);
-            barrier_init(s.x_empty + 8 * i, 4 * cfg::SPLIT * cfg::X_SHARED);
-        }
-        for (int i = lane; i < cfg::R_STAGES; i += 32) {
-            barrier_init(s.in_full + 8 * i, 1);
-            barrier_init(s.in_empty + 8 * i, cfg::IN_PLACE ? cfg::SPLIT : 4 * cfg::SPLIT);
-        }
-        for (int i = lane; i < cfg::TEAMS; i += 32) barrier_init(s.turn + 8 * i, 4 * cfg::SPLIT);
+        if constexpr (cfg::TURNS) barriers_init(s.turn, cfg::TEAMS, 4 * cfg::SPLIT);
         if constexpr (cfg::K_SPLIT > 1)
-            if (lane == 0) expect_sums(s, cluster_rank());
+            if (threadIdx.x == 0) expect_sums(s, cluster_rank());
         if constexpr (cfg::SPLITS) {
-            for (int i = lane; i < cfg::X_STAGES; i += 32) barrier_init(s.split + 8 * i, 2);
-            for (int i = lane; i < WARPGROUPS; i += 32) barrier_init(s.order + 8 * i, 4);
+            barriers_init(s.split, cfg::X_STAGES, 2);
+            barriers_init(s.order, WARPGROUPS, 4);
         }
         barriers_ready();
-        if (lane == 0) prefetch(x), prefetch(w);
+        if (threadIdx.x == 0) prefetch(x), prefetch(w);
     }
     if constexpr (cfg::K_SPLIT > 1) {
         __syncthreads();

@@ -88,7 +88,7 @@ DEVICE void produce(const Shared& s, const TensorMap* x, const TensorMap* w) {
     for (int turn = 0; n < cfg::WORK; n += next_tile(), turn++) {
         mark(0, turn);
         const Tile t = tile_of(n);
-        walk<1>(
+        walk<STREAM ? UNROLLED : 1>(  // where weights come by, a step's may take no longer than its products
             t,
             [&](int c, int phase) {
                 if (AHEAD == 0 || turn == 0 || turn > ahead) fetch_input(s, x, t, c, phase, x_ring);

@@ -16,8 +16,16 @@ DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(
 
 // ---- barriers ----------------------------------------------------------------------------------
 
+// This thread's warp, as ptxas must see it: what follows from it alone lies in uniform registers, where
+// products want their operands.
+DEVICE int own_warp() { return __shfl_sync(~0u, threadIdx.x >> 5, 0); }
 DEVICE void barrier_init(u32 barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+// Some that lie side by side, by the lanes of a warp.
+DEVICE void barriers_init(u32 first, int count, int arrivals) {
+#pragma unroll 1
+    for (int i = threadIdx.x & 31; i < count; i += 32) barrier_init(first + 8 * i, arrivals);
 }
 DEVICE void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -48,40 +56,36 @@ DEVICE void mark(int place, int turn) {
 DEVICE void mark(int, int) {}
 #endif
 
-// A wait that would never end ends the kernel with an error instead. Clocks of a multiprocessor only go
-// on, which the GPU's wall clock does not promise.
-#ifndef LONGEST_WAIT
-#define LONGEST_WAIT 8000000000  // clocks: 4 s at 2 GHz; tools that slow a kernel down set another
+// A wait that would never end ends the kernel with an error instead, after 2^31 clocks, about a second:
+// few instructions, since a kernel has dozens of waits. PATIENT: for tools that slow a kernel down.
+DEVICE u32 clocks() {
+    u32 now;
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(now));
+    return now;
+}
+#ifdef PATIENT
+DEVICE void still_waiting(u32) {}
+#else
+DEVICE void still_waiting(u32 since) {
+    if ((int)(clocks() - since) < 0) __trap();
+}
 #endif
-DEVICE void still_waiting(i64& since) {
-    const i64 now = clock64();
-    if (!since) since = now;
-    if (now - since > LONGEST_WAIT) __trap();
-}
-#define TRY(SCOPE)                                                                             \
-    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity" SCOPE                           \
-                 ".shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"                      \
-                 : "=r"(done)                                                                  \
-                 : "r"(barrier), "r"(parity)                                                   \
-                 : "memory")
-DEVICE void barrier_wait(u32 barrier, u32 parity) {
-    u32 done = 0;
-    i64 since = 0;
-    do {
-        TRY("");
-        if (!done) still_waiting(since);
-    } while (!done);
-}
+#define WAIT(SCOPE)                                                                            \
+    u32 done;                                                                                  \
+    const u32 since = clocks();                                                                \
+    while (true) {                                                                             \
+        asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity" SCOPE                        \
+                     ".shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"                  \
+                     : "=r"(done)                                                              \
+                     : "r"(barrier), "r"(parity)                                               \
+                     : "memory");                                                              \
+        if (done) break;                                                                       \
+        still_waiting(since);                                                                  \
+    }
+DEVICE void barrier_wait(u32 barrier, u32 parity) { WAIT("") }
 // Until what programs of the cluster have sent is there.
-DEVICE void barrier_acquire(u32 barrier, u32 parity) {
-    u32 done = 0;
-    i64 since = 0;
-    do {
-        TRY(".acquire.cluster");
-        if (!done) still_waiting(since);
-    } while (!done);
-}
-#undef TRY
+DEVICE void barrier_acquire(u32 barrier, u32 parity) { WAIT(".acquire.cluster") }
+#undef WAIT
 DEVICE void barriers_ready() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -185,7 +185,7 @@ DEVICE void fold_windows(float (&d)[cfg::STRIPS][SUMS], const engine::Epilogue& 
 }
 
 DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* results) {
-    const int group = threadIdx.x >> 7, team = group / cfg::SPLIT, member = group % cfg::SPLIT;
+    const int group = own_warp() >> 2, team = group / cfg::SPLIT, member = group % cfg::SPLIT;
     const int thread = threadIdx.x & 127, lane = threadIdx.x & 31;
     const Walk mine = Walk::mine();
     const engine::Shared nowhere{};
@@ -289,26 +289,21 @@ template <class T>
 DEVICE void run(const Args& a, const T* x, const TensorMap* w, const TensorMap* const* results) {
     extern __shared__ unsigned char memory[];
     const Shared s = Shared::at(shared_address(memory));
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < WEIGHTS; i++) barrier_init(s.w_full + 8 * i, 1);
-        for (int i = 0; i < cfg::X_STAGES; i++) {
-            barrier_init(s.x_full + 8 * i, SLOT_ROWS);
-            barrier_init(s.x_empty + 8 * i, 4 * cfg::SPLIT);
-        }
-        for (int i = 0; i < LOADER_WARPS * RAW_STAGES; i++) barrier_init(s.raw_full + 8 * i, 1);
-        for (int i = 0; i < WARPGROUPS; i++) {
-            barrier_init(s.ready + 8 * i, 4);
-            barrier_init(s.turn + 8 * i, 4);
-            barrier_init(s.done + 8 * i, 4);
-        }
+    if (threadIdx.x < 32) {
+        barriers_init(s.w_full, WEIGHTS, 1);
+        barriers_init(s.x_full, cfg::X_STAGES, SLOT_ROWS);
+        barriers_init(s.x_empty, cfg::X_STAGES, 4 * cfg::SPLIT);
+        barriers_init(s.raw_full, LOADER_WARPS * RAW_STAGES, 1);
+        barriers_init(s.ready, 3 * WARPGROUPS, 4);  // and turn, and done
         barriers_ready();
-        prefetch(w);
+        if (threadIdx.x == 0) prefetch(w);
     }
+#pragma unroll 1
     for (int i = threadIdx.x; i < ZERO_BYTES / 4; i += blockDim.x) store_word(s.zero + 4 * i, 0);
     publish();
     __syncthreads();
     wait_for_launch_before();
-    const int warp = threadIdx.x >> 5;
+    const int warp = own_warp();
     if (warp < 4 * WARPGROUPS) {  // this branch first: else ptxas gives it no more registers
         if constexpr (HANDED_ON) more_registers<MULTIPLYING>();
         consume(s, a, results);
