@@ -245,8 +245,8 @@ def joined(
 ) -> list[list[Draft]]:
     """Lines in groups, the slowest first of each, that can be walked as one: they lie as one in x,
     and so they do in all of `stays` (elements of memory between two positions, for each result
-    and what is copied in tiles). whole: axes that windows lie along, or that have classes: they stay
-    apart."""
+    and what is copied in tiles). whole: axes that windows lie along, or that have classes, which
+    stay apart."""
     groups: list[list[Draft]] = []
     for d in in_order(lines):
         alone = not d.dense or d.position is None or d.position in whole

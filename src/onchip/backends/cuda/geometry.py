@@ -126,7 +126,7 @@ class Geometry:
 
     @property
     def steps(self) -> int:
-        """Weight tiles that a tile of results multiplies."""
+        """Weight tiles that a tile of results multiplies, of the class with the most taps."""
         return self.chunks * self.problem.taps
 
     @cached_property
@@ -361,7 +361,8 @@ class Geometry:
         tells two rounds apart, can't tell a team that the round before the last has been."""
         c = self.config
         chunks = c.teams * self.chunks * len(self.phases)
-        return c.teams > 1 and bool(c.x_stages % chunks or c.w_stages % (c.teams * self.steps))
+        steps = c.w_stages % (c.teams * self.steps) or self.problem.unlike
+        return c.teams > 1 and bool(c.x_stages % chunks or steps)
 
     @property
     def barriers(self) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from math import ceil, prod
 
+from onchip.backends.cuda.classes import class_shifts, steps_by_class, tap_tables
 from onchip.backends.cuda.epilogue import epilogue_text
-from onchip.backends.cuda.form_axes import address, affine
 from onchip.backends.cuda.geometry import BLOCK, GROUP, Geometry
 from onchip.backends.cuda.limits import refusal
 from onchip.backends.cuda.packed import PackedGeometry, geometry
@@ -86,8 +86,10 @@ class _Emitter:
         self.reads = g.tile_reads
         maps = [*([] if self.rows else [self._x_map()]), self._w_map()]
         tiled = [r for r in p.results if r.tile]
-        maps += [self._tile_map(r.tensor, r.index, r.pooled) for r in tiled]
-        maps += [self._tile_map(r.tensor, r.index, p.pools) for r in self.reads]
+        for r in tiled:
+            maps += self._tile_maps(r.tensor, r.index, r.pooled)
+        for r in self.reads:
+            maps += self._tile_maps(r.tensor, r.index, p.pools)
         pointers = [Pointer(n) for n in range(len(self.numbers))]
         text = "\n\n".join(
             [
@@ -139,10 +141,7 @@ class _Emitter:
         near = max(n for n in range(1, NEAR + 1) if features % n == 0)
         if not c.w_stages:
             near = features
-        begins = [0]
-        for phase in g.phases:
-            begins.append(begins[-1] + len(phase.taps))
-        taps = [t for phase in g.phases for t in phase.taps]
+        taps, begins, own_begins = tap_tables(g)
         reads = [r.tensor.dtype.size for r in self.reads]
         blocks = [g.result_bytes(prod(g.cells), size) for size in reads]
         starts = [c.blocks * sum(blocks[:n]) for n in range(len(blocks))]
@@ -153,7 +152,8 @@ class _Emitter:
             "ROW": c.row_bytes, "CHUNK": g.chunk, "CHUNKS": g.chunks, "K_STEPS": g.k_steps,
             "TAPS": p.taps, "PHASES": len(g.phases), "LINES": len(p.lines),
             "X_SLOT": g.x_slot, "X_BYTES": g.x_bytes, "X_STAGES": c.x_stages,
-            "X_RANK": 1 + len(p.lines) + (p.batch > 1), "X_BATCHED": int(p.batch > 1),
+            "X_RANK": 1 + len(p.lines) + (p.matrices > 1), "BATCHED": int(p.matrices > 1),
+            "CLASSES": p.classes, "UNLIKE": int(p.unlike),
             "PIECES": g.pieces, "PIECE": g.piece, "OUTERMOST": g.outermost,
             "W_BYTES": g.w_bytes, "W_STAGES": c.w_stages, "W_PACKED": int(p.w_constant),
             "W_RANK": 2 if p.w_constant or p.batch == 1 else 3,
@@ -161,12 +161,12 @@ class _Emitter:
             "W_K_STEP": g.w_k_step, "SPLITS": int(p.splits), "PART_GROUPS": part_groups(g),
             "HELPING": HELPING, "REGISTERS": available(g) * handed_on(g),
             "FEATURES": p.features, "FEATURE_TILES": g.feature_tiles, "FEATURE_GROUP": near,
-            "BATCH": p.batch, "POSITION_TILES": g.position_tiles, "WORK": g.work,
+            "POSITION_TILES": g.position_tiles, "WORK": g.work,
             "CLUSTER": c.cluster, "K_SPLIT": c.k_split,
             "X_SHARED": c.x_shared, "W_SHARED": c.w_shared, "TURNS": int(g.turns),
             "TILE_BYTES": g.tile_bytes, "READ_BYTES": g.read_bytes, "R_STAGES": g.r_stages,
             "IN_PLACE": int(g.in_place),
-            "TILE_RANK": 1 + len(p.lines) + (p.batch > 1),
+            "TILE_RANK": 1 + len(p.lines) + (p.matrices > 1),
             "READS": len(reads), "READ_TX": read,
             "RESULTS": len(p.results), "STAGED": int(g.staged), "WIDE": int(g.wide),
         }  # fmt: skip
@@ -178,6 +178,7 @@ class _Emitter:
         arrays = {
             "STRIP_ROW": g.strips,
             "PHASE_BEGIN": begins,
+            "CLASS_BEGIN": own_begins,
             "PATCH": _padded(c.patch),
             "CELLS": _padded(g.cells),
             "TILES": _padded(g.tiles),
@@ -198,8 +199,10 @@ class _Emitter:
         out += [f"constexpr char FOLD = {folds[p.fold if p.pools else '']};"]
         out += [f"constexpr char HALF = '{'h' if half else 'b'}';"]
         out += [f"__device__ constexpr int {k}[] = {_list(v)};" for k, v in arrays.items()]
-        starts_of = ", ".join(_list(_padded(phase.start, 0)) for phase in g.phases)
-        out.append(f"__device__ constexpr int START[][{LINES}] = {{{starts_of}}};")
+        tables = {"START": [phase.start for phase in g.phases], "SHIFT": class_shifts(p)}
+        for k, v in tables.items():
+            rows = ", ".join(_list(_padded(row, 0)) for row in v)
+            out.append(f"__device__ constexpr int {k}[][{LINES}] = {{{rows}}};")
         for k, n in (("TAP_ROWS", 0), ("TAP_NUMBER", 1)):
             out.append(f"__device__ constexpr int {k}[] = {_list([t[n] for t in taps])};")
         return "namespace cfg {\n" + "\n".join(out) + "\n}"
@@ -262,12 +265,6 @@ class _Emitter:
     def _axes(self, pooled: bool) -> tuple[Axis, ...]:
         return self.p.cell_axes if pooled else self.p.position_axes
 
-    def _steps(self, t: Tensor, index: Iterable[Expr]) -> dict[Axis | None, int]:
-        """Elements between neighbours along each axis of an index; under None, before the first."""
-        form = address(tuple(index), self.strides[t])
-        assert affine(form), "a tile's elements lie at equal distances"
-        return {None: form.constant} | {a: c for a, c in form.terms if isinstance(a, Axis)}
-
     def _product(self) -> str:
         """One instruction: 64 features by the columns of a strip (or of a part of it), 32 bytes of
         channels. Weights that are split come from registers."""
@@ -292,8 +289,10 @@ class _Emitter:
         )
 
     def _function(self, results: int) -> str:
-        maps = [*([] if self.rows else ["x"]), "w", *(f"result{n}" for n in range(results))]
-        maps += [f"read{n}" for n in range(len(self.reads))]
+        several = range(self.p.classes)
+        maps = [*([] if self.rows else ["x"]), "w"]
+        maps += [f"result{n}_{c}" for n in range(results) for c in several]
+        maps += [f"read{n}_{c}" for n in range(len(self.reads)) for c in several]
         taken = [f"const __grid_constant__ TensorMap {m}_map" for m in maps]
         fields = []
         for t in self.inputs:
@@ -304,9 +303,9 @@ class _Emitter:
             fields.append(self.pointer(t))
         places, at = [], 0
         for r in self.p.results:
-            places.append(f"&result{at}_map" if r.tile else "nullptr")
+            places += [f"&result{at}_{c}_map" if r.tile else "nullptr" for c in several]
             at += r.tile
-        reads = [f"&read{n}_map" for n in range(len(self.reads))] or ["nullptr"]
+        reads = [f"&{m}_map" for m in maps if m.startswith("read")] or ["nullptr"]
         own = f"    const TensorMap* const reads[] = {{{', '.join(reads)}}};\n"
         call = own + "    engine::run(a, &x_map, &w_map, results, reads);"
         if self.rows:
@@ -327,7 +326,7 @@ class _Emitter:
 
     def _x_map(self) -> TensorMap:
         p, g = self.p, self.g
-        several = p.batch > 1
+        several = p.matrices > 1
         return TensorMap(
             self.numbers[p.x],
             MAP_KINDS[p.kind],
@@ -363,27 +362,30 @@ class _Emitter:
             g.w_row,
         )
 
-    def _tile_map(self, t: Tensor, index: tuple[Expr, ...], pooled: bool) -> TensorMap:
-        """A result, or what the epilogue reads, by tiles: 128 bytes of features."""
+    def _tile_maps(self, t: Tensor, index: tuple[Expr, ...], pooled: bool) -> list[TensorMap]:
+        """A result, or what the epilogue reads, by tiles: 128 bytes of features; one for each
+        class of positions."""
         p, g = self.p, self.g
         pooled = pooled and p.pools
-        steps = self._steps(t, index)
         axes = list(self._axes(pooled))
         sizes = [x.cells if pooled else x.positions for x in p.lines]
         extents = list(g.cells if pooled else self.c.patch)
-        if p.batch > 1:
+        if p.matrices > 1:
             axes, sizes, extents = [*axes, p.batch_axis], [*sizes, p.batch], [*extents, 1]
         size = t.dtype.size
-        return TensorMap(
-            self.numbers[t],
-            KINDS[t.dtype],
-            steps.get(None, 0),
-            (p.features, *sizes),
-            tuple(steps.get(a, 0) * size for a in axes),
-            (128 // size, *extents),
-            (1,) * (1 + len(axes)),
-            128,
-        )
+        return [
+            TensorMap(
+                self.numbers[t],
+                KINDS[t.dtype],
+                steps.get(None, 0),
+                (p.features, *sizes),
+                tuple(steps.get(a, 0) * size for a in axes),
+                (128 // size, *extents),
+                (1,) * (1 + len(axes)),
+                128,
+            )
+            for steps in steps_by_class(p, t, index, self.strides)
+        ]
 
 
 def _padded(values: Iterable[int], by: int = 1) -> list[int]:

@@ -61,6 +61,7 @@ def refusal(g: Geometry, shared_bytes: int) -> Refusal | None:
             c.k_split > 1 and (c.teams > 1 or c.k_split > g.steps),
             f"{g.steps} steps of {c.teams} teams split in {c.k_split}",
         ),
+        (c.k_split > 1 and p.unlike, "classes of different numbers of taps split in parts"),
         (
             c.k_split > 1 and g.partial_bytes > g.operand_bytes,
             f"{g.partial_bytes} bytes of sums in the place of operands",

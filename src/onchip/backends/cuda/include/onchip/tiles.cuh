@@ -16,7 +16,7 @@ constexpr int STEPS = cfg::CHUNKS * cfg::TAPS;
 constexpr int W_ROW = cfg::W_ROW, W_K_STEP = cfg::W_K_STEP;
 constexpr int PART_GROUPS = cfg::PART_GROUPS;
 constexpr int X_LOW = cfg::X_SLOT / 2;  // from a chunk to its low parts, where operands are split
-constexpr int UNROLLED = cfg::K_SPLIT == 1 && !cfg::SPLITS && cfg::TAPS <= 16 ? cfg::TAPS : 1;
+constexpr int UNROLLED = cfg::K_SPLIT == 1 && !cfg::UNLIKE && !cfg::SPLITS && cfg::TAPS <= 16 ? cfg::TAPS : 1;
 
 // ---- shared memory -----------------------------------------------------------------------------
 
@@ -95,10 +95,33 @@ DEVICE Tile tile_of(int n) {
 DEVICE int first_tile() { return blockIdx.x / cfg::CLUSTER; }
 DEVICE int next_tile() { return gridDim.x / cfg::CLUSTER; }
 
+// A tile's taps, and its steps: a class of positions may have fewer than others.
+DEVICE int taps_begin(const Tile& t) { return cfg::UNLIKE ? cfg::CLASS_BEGIN[t.batch] : 0; }
+DEVICE int taps_end(const Tile& t) { return cfg::UNLIKE ? cfg::CLASS_BEGIN[t.batch + 1] : cfg::TAPS; }
+DEVICE int steps_of(const Tile& t) { return cfg::CHUNKS * (taps_end(t) - taps_begin(t)); }
+
+// The tensor map of the n-th result or read, or that of a tile's class.
+DEVICE const TensorMap* map_of(const TensorMap* const* maps, int n, const Tile& t) {
+    const TensorMap* found = maps[n * cfg::CLASSES];
+    UNROLL for (int c = 1; c < cfg::CLASSES; c++)
+        if (t.batch == c) found = maps[n * cfg::CLASSES + c];
+    return found;
+}
+
 // Every chunk of a tile's input and every step on it, in the order in which both sides of the rings
 // go: chunk(channels, phase), then step(channels, tap, first of the chunk).
 template <class Chunk, class Step>
 DEVICE void walk(const Tile& t, Chunk chunk, Step step) {
+    if constexpr (cfg::UNLIKE) {  // one copy of the input for each chunk, no parts
+        const int begin = taps_begin(t), end = taps_end(t);
+#pragma unroll 1
+        for (int c = 0; c < cfg::CHUNKS; c++) {
+            chunk(c, 0);
+#pragma unroll 1
+            for (int tap = begin; tap < end; tap++) step(c, tap, tap == begin);
+        }
+        return;
+    }
     const int first = cfg::K_SPLIT > 1 ? t.first_step() : 0;
     const int last = cfg::K_SPLIT > 1 ? t.last_step() : STEPS;
 #pragma unroll 1
