@@ -10,6 +10,7 @@ import random
 from collections.abc import Generator
 from dataclasses import dataclass, field
 
+from onchip.backends.cuda.classes import class_taps
 from onchip.backends.cuda.geometry import Geometry
 
 Wait = tuple["Barrier", int]  # until its phase of this number is complete
@@ -68,7 +69,10 @@ class Rings:
     def __init__(self, g: Geometry, tiles: int, turns: bool) -> None:
         c = g.config
         self.teams, self.split, self.tiles, self.turns = c.teams, c.split, tiles, turns
-        self.chunks, self.steps, self.in_place = g.chunks * len(g.phases), g.steps, g.in_place
+        self.chunks, self.in_place = g.chunks * len(g.phases), g.in_place
+        # tiles go from class to class of positions
+        taps = [len(t) for t in class_taps(g)] if g.problem.unlike else [g.problem.taps]
+        self.steps = [g.chunks * taps[n % len(taps)] for n in range(tiles)]
         self.r = Ring(g.r_stages, c.split) if g.r_stages else None
         self.x = Ring(c.x_stages, c.split)
         self.w = Ring(c.w_stages, c.split) if c.w_stages else None
@@ -87,17 +91,18 @@ class Rings:
         for tile in range(self.tiles):
             for chunk in range(self.chunks):
                 yield from self.fill(self.x, tile * self.chunks + chunk, (tile, chunk))
-                for step in self.of(chunk):
+                for step in self.of(tile, chunk):
                     if self.w:
-                        yield from self.fill(self.w, tile * self.steps + step, (tile, step))
+                        yield from self.fill(self.w, sum(self.steps[:tile]) + step, (tile, step))
 
     def reader(self) -> Generator[Wait]:
         for tile in range(self.tiles):
             if self.r:
                 yield from self.fill(self.r, tile, (tile, 0))
 
-    def of(self, chunk: int) -> range:
-        return range(chunk * self.steps // self.chunks, (chunk + 1) * self.steps // self.chunks)
+    def of(self, tile: int, chunk: int) -> range:
+        steps = self.steps[tile]
+        return range(chunk * steps // self.chunks, (chunk + 1) * steps // self.chunks)
 
     def held(self, ring: Ring, number: int, what: Place) -> Generator[Wait, None, Slot]:
         slot = ring.slot(number)
@@ -120,10 +125,12 @@ class Rings:
             last_x = last_w = None
             for chunk in range(self.chunks):
                 x = yield from self.held(self.x, tile * self.chunks + chunk, (tile, chunk))
-                for step in self.of(chunk):
+                for step in self.of(tile, chunk):
                     w = None
                     if self.w:
-                        w = yield from self.held(self.w, tile * self.steps + step, (tile, step))
+                        w = yield from self.held(
+                            self.w, sum(self.steps[:tile]) + step, (tile, step)
+                        )
                     # the step before has been multiplied when this one has been issued
                     if last_w:
                         self.free(*last_w)

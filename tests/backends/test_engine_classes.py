@@ -1,0 +1,130 @@
+"""Transposed convolutions with a stride: each kernel that is proposed stores each element once,
+from the taps of its class alone; no schedule of its rings goes wrong; texts compile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.backends.engine_classes import Up, transposed, values_and_result
+from tests.backends.engine_compile import compiled, source_of
+from tests.backends.engine_protocol import Rings, Wrong
+from tests.backends.engine_simulator import Simulator
+
+from onchip.backends.cuda.classes import class_taps
+from onchip.backends.cuda.geometry import Geometry
+from onchip.backends.cuda.limits import refusal
+from onchip.backends.cuda.model import configurations
+from onchip.backends.cuda.problem import Config
+from onchip.fusion.machine import GPUS
+from onchip.fusion.refusal import Refusal
+
+H200 = GPUS["h200"]
+FEW = replace(H200, name="few", multiprocessors=3)  # programs go through several tiles
+
+SHAPES = {
+    "4, stride 2": Up(2, 72, (5, 7), 64, (4, 4), (2, 2), (1, 1)),
+    "4, stride 2, residual": Up(2, 24, (5, 7), 136, (4, 4), (2, 2), (1, 1), residual=True),
+    "4, stride 2, float32": Up(
+        1, 24, (5, 7), 40, (4, 4), (2, 2), (1, 1), kind="tf32", residual=True
+    ),
+    "3, stride 2": Up(2, 72, (9, 6), 64, (3, 3), (2, 2), (1, 1)),
+    "3, stride 2, residual": Up(1, 24, (9, 6), 72, (3, 3), (2, 2), (1, 1), residual=True),
+    "5, stride 2": Up(1, 64, (9, 6), 64, (5, 5), (2, 2), (2, 2)),
+    "5, stride 2, split": Up(1, 40, (9, 6), 64, (5, 5), (2, 2), (2, 2), kind="tf32x3"),
+    "one line": Up(1, 32, (9, 6), 64, (4, 3), (2, 1), (1, 1)),
+    "wave form": Up(2, 64, (37,), 64, (16,), (8,), (4,)),
+    "wave form, more taps": Up(1, 32, (50,), 64, (11,), (4,), (3,), longer=1),
+    "volume": Up(1, 32, (4, 3, 3), 64, (3, 3, 3), (2, 2, 2), (1, 1, 1)),
+    "element by element": Up(1, 24, (5, 7), 33, (3, 3), (2, 2), (1, 1), tile=False),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_element_is_stored_once_from_the_taps_of_its_class(name):
+    s = SHAPES[name]
+    p = transposed(s)
+    values, want = values_and_result(s, p)
+    for gpu, most in ((H200, 2), (FEW, 4)):
+        found = configurations(p, gpu)
+        assert not isinstance(found, Refusal), found
+        for c in found[:most]:
+            assert refusal(Geometry(p, c), gpu.shared_bytes) is None
+            check(p, c, gpu.multiprocessors, values, want)
+
+
+OTHERS = [
+    ("3, stride 2", Config((8, 3, 1), 1, teams=3, x_stages=2, w_stages=3)),
+    ("3, stride 2", Config((8, 3, 1), 1, teams=2, x_stages=3, w_stages=5, w_shared=2)),
+    ("4, stride 2", Config((8, 7, 1), 1, x_stages=2, w_stages=3, k_split=4)),
+    ("4, stride 2, residual", Config((8, 4, 1), 0, x_stages=2, w_stages=2, x_shared=2)),
+]
+
+
+@pytest.mark.parametrize(("name", "config"), OTHERS)
+def test_other_choices_are_right_too(name, config):
+    s = SHAPES[name]
+    p = transposed(s)
+    assert refusal(Geometry(p, config), H200.shared_bytes) is None
+    check(p, config, 8, *values_and_result(s, p))
+
+
+def check(p, c, multiprocessors, values, want):
+    simulated = Simulator(p, c, multiprocessors, values)
+    simulated.run()
+    assert (simulated.stored == 1).all(), f"{c.label}: stored {np.unique(simulated.stored)} times"
+    assert np.array_equal(simulated.results, want), c.label
+
+
+def test_a_class_of_fewer_taps_walks_fewer():
+    p = transposed(SHAPES["3, stride 2"])
+    g = Geometry(p, Config((8, 3, 1), 1, w_stages=3))
+    assert [len(t) for t in class_taps(g)] == [1, 2, 2, 4]
+    assert sorted({number for taps in class_taps(g) for _, number in taps}) == [0, 1, 2, 3]
+    refused = refusal(g.__class__(p, replace(g.config, k_split=2)), H200.shared_bytes)
+    assert isinstance(refused, Refusal)
+    assert refused.text == "classes of different numbers of taps split in parts"
+
+
+def wrong(g: Geometry, turns: bool, count: int) -> int:
+    """Schedules that go wrong."""
+    found = 0
+    for seed in range(count):
+        try:
+            Rings(g, 13, turns).play(seed)
+        except Wrong:
+            found += 1
+    return found
+
+
+@pytest.mark.parametrize("name", ["4, stride 2", "3, stride 2", "5, stride 2"])
+def test_no_schedule_goes_wrong(name):
+    p = transposed(SHAPES[name])
+    found = configurations(p, FEW)
+    assert not isinstance(found, Refusal)
+    teams = [Config((8, 3, 1), 1, teams=n, x_stages=x, w_stages=w)
+             for n, x, w in ((2, 2, 2), (2, 4, 8), (3, 2, 5), (2, 4, 16))]  # fmt: skip
+    for c in [*found[:4], *teams]:
+        g = Geometry(p, c)
+        assert not wrong(g, g.turns, 20), c.label
+
+
+def test_teams_take_turns_where_classes_have_different_numbers_of_taps():
+    """Two tiles of the most taps fill the ring: with classes alike, each team had its slots."""
+    p = transposed(SHAPES["3, stride 2"])
+    g = Geometry(p, Config((8, 3, 1), 1, teams=2, x_stages=8, w_stages=16))
+    assert g.w_tiles % (g.config.teams * g.steps) == 0
+    assert g.turns
+    assert wrong(g, False, 60)
+    assert not wrong(g, True, 60)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_first_choice_compiles_without_spills(name):
+    p = transposed(SHAPES[name])
+    found = configurations(p, H200)
+    assert not isinstance(found, Refusal)
+    got = compiled(source_of(p, found[0]).text)
+    assert got.spilled == 0, got.log
+    assert "serialized" not in got.log, got.log
