@@ -303,9 +303,9 @@ class _Emitter:
             fields.append(self.pointer(t))
         places, at = [], 0
         for r in self.p.results:
-            places += [f"&result{at}_{c}_map" if r.tile else "nullptr" for c in several]
+            places.append(f"&result{at}_0_map" if r.tile else "nullptr")
             at += r.tile
-        reads = [f"&{m}_map" for m in maps if m.startswith("read")] or ["nullptr"]
+        reads = [f"&read{n}_0_map" for n in range(len(self.reads))] or ["nullptr"]
         own = f"    const TensorMap* const reads[] = {{{', '.join(reads)}}};\n"
         call = own + "    engine::run(a, &x_map, &w_map, results, reads);"
         if self.rows:

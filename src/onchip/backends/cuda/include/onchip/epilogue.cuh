@@ -353,7 +353,7 @@ DEVICE void all_results(const Epilogue& e, const Sums& d, const Features (&c)[cf
                         const TensorMap* const* maps) {
     if constexpr (R < cfg::RESULTS) {
         constexpr bool OWN = cfg::RESULT_POOLED[R] == POOLED && !(cfg::STAGED && POOLED);
-        if constexpr (OWN) e.one_result<R>(d, c, map_of(maps, R, e.t));
+        if constexpr (OWN) e.one_result<R>(d, c, map_of(maps[R], e.t));
         all_results<R + 1, POOLED>(e, d, c, maps);
     }
 }

@@ -109,7 +109,7 @@ DEVICE void fetch_reads(const Shared& s, const TensorMap* const* maps) {
                         load_box<cfg::TILE_RANK>(s.in + (ring.slot * cfg::SPLIT + member) * cfg::READ_BYTES +
                                                      cfg::READ_AT[r] + m * cfg::READ_BLOCK[r] +
                                                      part * (cfg::READ_BLOCK[r] / parts),
-                                                 map_of(maps, r, t), full, at);
+                                                 map_of(maps[r], t), full, at);
                     }
         ring.next();
     }

@@ -100,12 +100,11 @@ DEVICE int taps_begin(const Tile& t) { return cfg::UNLIKE ? cfg::CLASS_BEGIN[t.b
 DEVICE int taps_end(const Tile& t) { return cfg::UNLIKE ? cfg::CLASS_BEGIN[t.batch + 1] : cfg::TAPS; }
 DEVICE int steps_of(const Tile& t) { return cfg::CHUNKS * (taps_end(t) - taps_begin(t)); }
 
-// The tensor map of the n-th result or read, or that of a tile's class.
-DEVICE const TensorMap* map_of(const TensorMap* const* maps, int n, const Tile& t) {
-    const TensorMap* found = maps[n * cfg::CLASSES];
-    UNROLL for (int c = 1; c < cfg::CLASSES; c++)
-        if (t.batch == c) found = maps[n * cfg::CLASSES + c];
-    return found;
+// A tensor's map for a tile: each class of positions has one. They are parameters that follow each
+// other; by their distance, as the compiler makes of a choice between them an array in local memory.
+DEVICE const TensorMap* map_of(const TensorMap* first, const Tile& t) {
+    if constexpr (cfg::CLASSES == 1) return first;
+    return (const TensorMap*)((u64)first + t.batch * sizeof(TensorMap));
 }
 
 // Every chunk of a tile's input and every step on it, in the order in which both sides of the rings
