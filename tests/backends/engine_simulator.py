@@ -128,8 +128,12 @@ class Simulator:
         if c.w_stages:
             near = max(k for k in range(1, 17) if features % k == 0)
         rest, feature = divmod(n, near)
+        rest, mine = divmod(rest, p.classes)
         rest, place = divmod(rest, positions)
         batch, group = divmod(rest, features // near)
+        if p.classes > 1:
+            turn = max(self.clusters // (near * p.classes), 1)
+            batch = (mine + place // turn) % p.classes
         feature = (group * near + feature) * c.x_shared + rank * (c.x_shared > 1)
         place = place * c.w_shared + rank * (c.w_shared > 1)
         at = []

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tests.backends.engine_classes import Up, transposed, values_and_result
 from tests.backends.engine_compile import compiled, source_of
+from tests.backends.engine_problems import values_of
 from tests.backends.engine_protocol import Rings, Wrong
 from tests.backends.engine_simulator import Simulator
 
@@ -85,6 +86,25 @@ def test_a_class_of_fewer_taps_walks_fewer():
     refused = refusal(g.__class__(p, replace(g.config, k_split=2)), H200.shared_bytes)
     assert isinstance(refused, Refusal)
     assert refused.text == "classes of different numbers of taps split in parts"
+
+
+@pytest.mark.parametrize("multiprocessors", [132, 8])
+def test_programs_have_as_many_steps_and_neighbours_the_same_positions(multiprocessors):
+    """A program's tiles would be of one class if it came round with the number of programs."""
+    p = transposed(Up(8, 64, (64, 64), 64, (3, 3), (2, 2), (1, 1)))
+    c = Config((8, 8, 1), 1, x_stages=2, w_stages=4)
+    simulated = Simulator(p, c, multiprocessors, values_of(p))
+    g, taps = simulated.g, class_taps(simulated.g)
+    tiles = [simulated.tile(n, 0) for n in range(g.work)]
+    steps = [
+        sum(len(taps[t.batch]) for t in tiles[k :: simulated.clusters])
+        for k in range(simulated.clusters)
+    ]
+    assert sum(steps) == 9 * g.position_tiles
+    assert max(steps) <= min(steps) + 2 * 4
+    for n in range(0, g.work, 4):
+        assert len({t.position for t in tiles[n : n + 4]}) == 1
+        assert {t.batch for t in tiles[n : n + 4]} == {0, 1, 2, 3}
 
 
 def wrong(g: Geometry, turns: bool, count: int) -> int:

@@ -154,6 +154,7 @@ class _Emitter:
             "X_SLOT": g.x_slot, "X_BYTES": g.x_bytes, "X_STAGES": c.x_stages,
             "X_RANK": 1 + len(p.lines) + (p.matrices > 1), "BATCHED": int(p.matrices > 1),
             "CLASSES": p.classes, "UNLIKE": int(p.unlike),
+            "CLASS_TURN": max(self.programs // (c.cluster * near * p.classes), 1),
             "PIECES": g.pieces, "PIECE": g.piece, "OUTERMOST": g.outermost,
             "W_BYTES": g.w_bytes, "W_STAGES": c.w_stages, "W_PACKED": int(p.w_constant),
             "W_RANK": 2 if p.w_constant or p.batch == 1 else 3,

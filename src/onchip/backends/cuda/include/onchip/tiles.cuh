@@ -71,7 +71,9 @@ struct Tile {
 };
 
 // This program's tile of the n-th that its cluster takes: a group of feature tiles, which read the
-// same input, then the tiles of positions. The last ones of a cluster may lie outside.
+// same input, then the classes of positions, which read nearly the same, then the tiles of positions. A
+// program's next tile is of another class: they may differ in length. The last ones of a cluster may
+// lie outside.
 DEVICE Tile tile_of(int n) {
     const int rank = cfg::CLUSTER > 1 ? cluster_rank() : 0;
     Tile t;
@@ -80,12 +82,15 @@ DEVICE Tile tile_of(int n) {
     constexpr int POSITIONS = (cfg::POSITION_TILES + cfg::W_SHARED - 1) / cfg::W_SHARED;
     int f = n % cfg::FEATURE_GROUP;
     n /= cfg::FEATURE_GROUP;
-    int p = n % POSITIONS * cfg::W_SHARED + (cfg::W_SHARED > 1 ? rank : 0);
+    const int c = n % cfg::CLASSES;
+    n /= cfg::CLASSES;
+    const int place = n % POSITIONS;
+    int p = place * cfg::W_SHARED + (cfg::W_SHARED > 1 ? rank : 0);
     n /= POSITIONS;
     constexpr int GROUPS = FEATURES / cfg::FEATURE_GROUP;
     f = (n % GROUPS * cfg::FEATURE_GROUP + f) * cfg::X_SHARED + (cfg::X_SHARED > 1 ? rank : 0);
     t.feature = f * (BLOCK * cfg::BLOCKS * cfg::SPLIT);
-    t.batch = n / GROUPS;
+    t.batch = cfg::CLASSES > 1 ? (c + place / cfg::CLASS_TURN) % cfg::CLASSES : n / GROUPS;
     UNROLL for (int l = 0; l < 4; l++) {
         t.line[l] = l + 1 == cfg::LINES ? p : p % cfg::TILES[l];
         p = l + 1 == cfg::LINES ? 0 : p / cfg::TILES[l];
