@@ -7,17 +7,22 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from tests.backends.cuda_problems import case_of
 from tests.backends.engine_classes import Up, transposed, values_and_result
 from tests.backends.engine_compile import compiled, source_of
 from tests.backends.engine_problems import values_of
 from tests.backends.engine_protocol import Rings, Wrong
 from tests.backends.engine_simulator import Simulator
+from torch import nn
 
 from onchip.backends.cuda.classes import class_taps
 from onchip.backends.cuda.geometry import Geometry
 from onchip.backends.cuda.limits import refusal
 from onchip.backends.cuda.model import configurations
-from onchip.backends.cuda.problem import Config
+from onchip.backends.cuda.problem import Config, Problem
+from onchip.backends.cuda.weights import packed_weights
+from onchip.backends.interpreter import evaluate
 from onchip.fusion.machine import GPUS
 from onchip.fusion.refusal import Refusal
 
@@ -138,6 +143,43 @@ def test_teams_take_turns_where_classes_have_different_numbers_of_taps():
     assert g.turns
     assert wrong(g, False, 60)
     assert not wrong(g, True, 60)
+
+
+# kernel, stride, padding and output padding along each dimension
+LAYERS = [((4, 4), (2, 2), (1, 1), 0), ((3, 5), (2, 2), (1, 2), 1), ((16,), (8,), (4,), 0)]
+
+
+@pytest.mark.parametrize(("kernel", "stride", "padding", "more"), LAYERS)
+def test_packed_weights_are_the_layers(kernel, stride, padding, more):
+    """What a class' steps multiply, found in the order of the tables, is ATen's result."""
+    d = len(kernel)
+    make = (nn.ConvTranspose1d, nn.ConvTranspose2d)[d - 1]
+    x = torch.randn(2, *(5, 6)[:d], 24).movedim(-1, 1)
+    case = case_of(make(24, 40, kernel, stride, padding, more, bias=False), x)
+    p = case.problem
+    assert isinstance(p, Problem)
+    g = Geometry(p, Config((8, 2, 1)[: len(p.lines)], 0, row_bytes=64, w_stages=2))
+    (packed,) = evaluate([packed_weights(p, g.chunk)], case.values, exact=True)
+    rows = packed.reshape(p.classes, p.taps, g.chunks, p.features, g.chunk)
+    rows = rows.transpose(0, 1, 3, 2, 4).reshape(p.classes, p.taps, p.features, -1)
+    assert not rows[..., p.channels :].any()
+    (want,) = case.wanted
+    for n, taps in enumerate(class_taps(g)):
+        own = p.class_of(n)[:d]
+        total: np.ndarray | float = 0.0
+        for _, number in taps:
+            rest = number
+            values = x.double().numpy()  # [n, channels, outermost first]
+            for k, line in enumerate(p.lines[:d]):
+                rest, tap = divmod(rest, line.taps)
+                at = np.arange(line.positions) + tap - line.pad + line.shifts[own[k]]
+                there = (at >= 0) & (at < line.size)
+                values = values.take(np.where(there, at, 0), -1 - k)
+                values = values * there.reshape(-1, *[1] * k)
+            tile = rows[n, number, :, : p.channels]
+            total = total + np.einsum("nc...,fc->nf...", values, tile)
+        part = want[(..., *(slice(c, None, s) for c, s in zip(own[::-1], stride, strict=True)))]
+        np.testing.assert_allclose(total, part, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", SHAPES)
