@@ -355,6 +355,12 @@ def transposed_with_two_strides():
 
 
 @fits
+def transposed_with_positions_of_no_taps():
+    """They are the bias, chosen where the sums are stored."""
+    return nn.ConvTranspose2d(16, 24, (1, 3), 2, (0, 1), (1, 1)), image(2, 16, 5, 6)
+
+
+@fits
 def transposed_wave_form():
     return S(nn.ConvTranspose1d(16, 24, 16, 8, 4), nn.LeakyReLU(0.1)), image(2, 16, 20)
 

@@ -51,6 +51,8 @@ def of_line(d: Draft, product: Product, shifts: Shifts) -> tuple[tuple[int, ...]
     counts = [linear(over(end, {own: Const(n, DType.I64)})) for n in range(own.extent)]
     if any(n.terms for n in counts) or not d.flipped:
         raise Unfit(product.maker.name, "taps of a line end where other lines' classes say")
+    if any(n.constant < 1 for n in counts):
+        raise Unfit(product.maker.name, "a transposed convolution with positions that have no taps")
     return shifts[own], tuple(d.taps - n.constant for n in counts)
 
 
