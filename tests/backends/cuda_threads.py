@@ -19,17 +19,12 @@ KINDS = {"bf16": "b", "f16": "h", "tf32": "t"}
 
 
 def run(source: CudaSource, x: int, memory: Sequence[torch.Tensor], folder: Path) -> None:
-    """Runs the programs one after the other; results are written to `memory`, the kernel's inputs
-    and outputs as they lie, of which the x-th is what threads copy. Raises AssertionError with what
-    stopped a program."""
-    found = re.search(r"DEVICE void product\(float \(&d\)\[(\d+)\].*?\n\}", source.text, re.S)
+    """Runs the clusters of programs one after the other; results are written to `memory`, the
+    kernel's inputs and outputs as they lie, of which the x-th is what threads copy. Raises
+    AssertionError with what stopped a program."""
+    instruction = r"DEVICE void product\(float \(&d\)\[(\d+)\].*?\n\}"
+    on_host, found = re.subn(instruction, _product, source.text, flags=re.S)
     assert found, "a kernel multiplies"
-    kind = KINDS[re.findall(r"\.f32\.(\w+)\.", found[0])[0]]
-    inner = str("1, 1, 1, 0;" in found[0]).lower()
-    takes, call = "u64 a", f"multiply_here<'{kind}', {found[1]}, {inner}>(d, a, b, add);"
-    if "const u32 (&a)[4]" in found[0]:
-        takes, call = "const u32 (&a)[4]", f"multiply_held<{found[1]}>(d, a, b, add);"
-    here = f"DEVICE void product(float (&d)[{found[1]}], {takes}, u64 b, u32 add) {{ {call} }}"
     names, head, args = [], [], []
     for n, t in enumerate(memory):
         names.append(folder / f"{n}.bin")
@@ -53,10 +48,10 @@ def run(source: CudaSource, x: int, memory: Sequence[torch.Tensor], folder: Path
     main = MAIN.format(
         head="\n    ".join(head), programs=source.programs, threads=source.threads,
         call=f"{source.name}({', '.join(args)})", out=last, result=names[last],
-        nbytes=memory[last].nbytes,
+        nbytes=memory[last].nbytes, cluster=source.cluster,
     )  # fmt: skip
     text, made = folder / "kernel.cpp", folder / "kernel"
-    text.write_text(source.text.replace(found[0], here) + main)
+    text.write_text(on_host + main)
     flags = ["-std=c++20", "-O1", "-w", "-pthread", f"-I{HOST}", f"-I{INCLUDE}"]
     built = subprocess.run(
         ["g++", *flags, str(text), "-o", str(made)], capture_output=True, text=True
@@ -66,6 +61,16 @@ def run(source: CudaSource, x: int, memory: Sequence[torch.Tensor], folder: Path
     assert done.returncode == 0, done.stdout
     data = torch.frombuffer(bytearray(names[last].read_bytes()), dtype=memory[last].dtype)
     memory[last].copy_(data.view(memory[last].shape))
+
+
+def _product(found: re.Match[str]) -> str:
+    """An instruction's function for the host."""
+    kind = KINDS[re.findall(r"\.f32\.(\w+)\.", found[0])[0]]
+    inner = str("1, 1, 1, 0;" in found[0]).lower()
+    takes, call = "u64 a", f"multiply_here<'{kind}', {found[1]}, {inner}>(d, a, b, add);"
+    if "const u32 (&a)[4]" in found[0]:
+        takes, call = "const u32 (&a)[4]", f"multiply_held<'{kind}', {found[1]}>(d, a, b, add);"
+    return f"DEVICE void product(float (&d)[{found[1]}], {takes}, u64 b, u32 add) {{ {call} }}"
 
 
 def _list(values: Sequence[int]) -> str:
@@ -82,13 +87,13 @@ static char* read(const char* name, long n) {{
 }}
 int main() {{
     {head}
-    gridDim.x = {programs}, blockDim.x = {threads};
-    for (int program = 0; program < gridDim.x; program++) {{
+    gridDim.x = {programs}, blockDim.x = {threads}, cluster_size = {cluster};
+    for (int program = 0; program < gridDim.x; program += cluster_size) {{
         std::memset(shared_bytes, 0xFF, sizeof shared_bytes);
         std::vector<std::thread> threads;
-        for (int n = 0; n < blockDim.x; n++)
+        for (int n = 0; n < cluster_size * blockDim.x; n++)
             threads.emplace_back([&, n] {{
-                threadIdx.x = n, blockIdx.x = program;
+                rank = n / blockDim.x, threadIdx.x = n % blockDim.x, blockIdx.x = program + rank;
                 {call};
             }});
         for (std::thread& t : threads) t.join();

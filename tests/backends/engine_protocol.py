@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from onchip.backends.cuda.classes import class_taps
 from onchip.backends.cuda.geometry import Geometry
+from onchip.backends.cuda.parts import at_once
 
 Wait = tuple["Barrier", int]  # until its phase of this number is complete
 Place = tuple[int, int]  # (tile, chunk or step of it)
@@ -64,15 +65,30 @@ class Ring:
 
 class Rings:
     """One program of `tiles` tiles. turns: a team begins a tile's products when those of the tile
-    before have ended; in_place: a tile of reads is free when its team has the next one."""
+    before have ended; in_place: a tile of reads is free when its team has the next one. Of programs
+    that share a tile, the `part`-th, which has one tile; with slots for all of it, two threads
+    fetch, one each operand."""
 
-    def __init__(self, g: Geometry, tiles: int, turns: bool) -> None:
+    def __init__(self, g: Geometry, tiles: int, turns: bool, part: int = 0) -> None:
         c = g.config
         self.teams, self.split, self.tiles, self.turns = c.teams, c.split, tiles, turns
-        self.chunks, self.in_place = g.chunks * len(g.phases), g.in_place
-        # tiles go from class to class of positions
-        taps = [len(t) for t in class_taps(g)] if g.problem.unlike else [g.problem.taps]
-        self.steps = [g.chunks * taps[n % len(taps)] for n in range(tiles)]
+        self.in_place = g.in_place
+        first, last = (n * g.steps // c.k_split for n in (part, part + 1))
+        # the steps of each chunk and phase, numbered from 0; tiles go from class to class
+        each = [[len(phase.taps) for phase in g.phases]]
+        if g.problem.unlike:
+            each = [[len(t)] for t in class_taps(g)]
+        walks = []
+        for taps in each:
+            walk, end = [], 0
+            for n in taps * g.chunks:
+                begin, end = end, end + n
+                walk.append(range(max(begin, first) - first, min(end, last) - first))
+            walks.append([steps for steps in walk if len(steps)])
+        self.walk = [walks[n % len(walks)] for n in range(tiles)]
+        self.chunks = len(walks[0])
+        self.before = [sum(sum(map(len, w)) for w in self.walk[:n]) for n in range(tiles)]
+        self.apart = at_once(g)
         self.r = Ring(g.r_stages, c.split) if g.r_stages else None
         self.x = Ring(c.x_stages, c.split)
         self.w = Ring(c.w_stages, c.split) if c.w_stages else None
@@ -87,22 +103,19 @@ class Rings:
         slot.holds, slot.readers = None, ring.readers
         self.copies.append((slot, what))
 
-    def producer(self) -> Generator[Wait]:
+    def producer(self, inputs: bool = True, weights: bool = True) -> Generator[Wait]:
         for tile in range(self.tiles):
             for chunk in range(self.chunks):
-                yield from self.fill(self.x, tile * self.chunks + chunk, (tile, chunk))
-                for step in self.of(tile, chunk):
-                    if self.w:
-                        yield from self.fill(self.w, sum(self.steps[:tile]) + step, (tile, step))
+                if inputs:
+                    yield from self.fill(self.x, tile * self.chunks + chunk, (tile, chunk))
+                for step in self.walk[tile][chunk]:
+                    if self.w and weights:
+                        yield from self.fill(self.w, self.before[tile] + step, (tile, step))
 
     def reader(self) -> Generator[Wait]:
         for tile in range(self.tiles):
             if self.r:
                 yield from self.fill(self.r, tile, (tile, 0))
-
-    def of(self, tile: int, chunk: int) -> range:
-        steps = self.steps[tile]
-        return range(chunk * steps // self.chunks, (chunk + 1) * steps // self.chunks)
 
     def held(self, ring: Ring, number: int, what: Place) -> Generator[Wait, None, Slot]:
         slot = ring.slot(number)
@@ -125,12 +138,10 @@ class Rings:
             last_x = last_w = None
             for chunk in range(self.chunks):
                 x = yield from self.held(self.x, tile * self.chunks + chunk, (tile, chunk))
-                for step in self.of(tile, chunk):
+                for step in self.walk[tile][chunk]:
                     w = None
                     if self.w:
-                        w = yield from self.held(
-                            self.w, sum(self.steps[:tile]) + step, (tile, step)
-                        )
+                        w = yield from self.held(self.w, self.before[tile] + step, (tile, step))
                     # the step before has been multiplied when this one has been issued
                     if last_w:
                         self.free(*last_w)
@@ -161,7 +172,8 @@ class Rings:
         """One schedule: processes and copies by random preference, which changes now and then, so
         that some fall far behind. Raises Wrong."""
         chance = random.Random(seed)
-        processes: list[Generator[Wait | int]] = [self.producer()]
+        each = [(True, False), (False, True)] if self.apart else [(True, True)]
+        processes: list[Generator[Wait | int]] = [self.producer(*who) for who in each]
         processes += [self.reader()] * bool(self.r)
         processes += [self.warpgroup(t) for t in range(self.teams) for _ in range(self.split)]
         waits: dict[Generator, Wait | int] = {p: next(p) for p in processes}

@@ -1,7 +1,6 @@
 """Where everything of a tile lies: its input in shared memory, taps as shifts of it, the matrix
-unit's columns as positions, results. Plain arithmetic on a Problem and a Config, read by the text
-that is generated (kernel.py), by the model that chooses (model.py), and by the simulator of the
-tests."""
+unit's columns as positions, results. Plain arithmetic on a Problem and a Config, read by
+kernel.py's text, by the model that chooses (model.py), and by the simulator of the tests."""
 
 from __future__ import annotations
 
@@ -16,6 +15,7 @@ GROUP = 8  # positions that lie side by side, row by row, for one instruction
 BLOCK = 64  # features of one instruction
 STEP_BYTES = 32  # of channels that one instruction multiplies
 LINE_BYTES = 128  # of a row of a tile of results
+BUNDLE = 512  # bytes of sums, 16 of each thread of a warp
 ALIGNED = 1024  # bytes, where a permuted tile may start
 MOST_BOX = 256  # elements of one copy along a dimension
 
@@ -261,8 +261,7 @@ class Geometry:
 
     @property
     def threads(self) -> int:
-        """Of a program: its warpgroups, a warp that fetches operands, one that fetches reads; where
-        operands are split, a warpgroup of these two and two that split."""
+        """Of a program: warpgroups, a warp for operands, one for reads; two more that split."""
         if self.problem.splits:
             return 128 * (self.warpgroups + 1)
         return 128 * self.warpgroups + 32 * (1 + bool(self.tile_reads))
@@ -317,8 +316,7 @@ class Geometry:
 
     @cached_property
     def tile_reads(self) -> tuple[Read, ...]:
-        """What the epilogue reads by tiles; element by element where windows are folded from shared
-        memory."""
+        """What the epilogue reads by tiles; element by element where windows are `staged`."""
         if self.staged:
             return ()
         return tuple(r for r in self.problem.reads if r.kind == "tile")
@@ -361,18 +359,18 @@ class Geometry:
         tells two rounds apart, can't tell a team that the round before the last has been."""
         c = self.config
         chunks = c.teams * self.chunks * len(self.phases)
-        steps = c.w_stages % (c.teams * self.steps) or self.problem.unlike
-        return c.teams > 1 and bool(c.x_stages % chunks or steps)
+        own = c.x_stages % chunks == 0 == c.w_stages % (c.teams * self.steps)
+        return c.teams > 1 and (self.problem.unlike or not own)
 
     @property
     def barriers(self) -> int:
-        """Of 8 bytes each: full and empty for every slot, a turn for each team, one for each
-        warpgroup that adds up; where operands are split, one for each chunk and each warpgroup's
-        turn in its team."""
+        """Of 8 bytes each: full and empty for every slot, a turn for each team; two where programs
+        add up; where operands are split, one for each chunk and each warpgroup's turn in its
+        team."""
         c = self.config
         split = c.x_stages + self.warpgroups if self.problem.splits else 0
         rings = 2 * (c.x_stages + self.w_tiles + self.r_stages)
-        return rings + c.teams + c.teams * c.split + split
+        return rings + c.teams + 2 * (c.k_split > 1) + split
 
     @property
     def shared_bytes(self) -> int:
@@ -384,14 +382,18 @@ class Geometry:
             + c.x_stages * self.x_slot
             + c.teams * c.split * self.tile_bytes
             + self.r_stages * c.split * self.read_bytes
+            + self.exchange_bytes
             + 8 * self.barriers
         )
 
     @property
-    def operand_bytes(self) -> int:
-        return self.w_tiles * self.w_bytes + self.config.x_stages * self.x_slot
+    def sums_bytes(self) -> int:
+        """Of a program's sums of a tile."""
+        return self.config.split * self.accumulators * 128 * 4
 
     @property
-    def partial_bytes(self) -> int:
-        """Of a program's sums, where programs share a tile."""
-        return self.config.split * self.accumulators * 128 * 4
+    def exchange_bytes(self) -> int:
+        """Where programs share a tile: of the sums that each of them sends a program, its share of
+        a tile's in bundles of a warp, and of all shares when they have been added up."""
+        parts, bundles = self.config.k_split, self.sums_bytes // BUNDLE
+        return BUNDLE * (parts * ceil(bundles / parts) + bundles) if parts > 1 else 0

@@ -24,7 +24,7 @@ class CudaSource:
     order; `parameters` say what the function takes.
 
     programs, threads, shared_bytes   of the launch (shared memory is asked for at run time)
-    waits       before its first access to memory it waits for the launch before it
+    waits       before its first access to memory that launches write it waits for the one before it
     laid_out    constants among the inputs that the kernel wants with other strides than they have;
                 inputs that are derived at load (these among them) come after the others
     """
