@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import torch
@@ -92,7 +93,12 @@ def sums(p: Problem, case: Case) -> np.ndarray:
     at = p.x_offset + grids[0] * p.x_batch + grids[-1]
     inside = np.ones((1,) * len(shape), bool)
     for k, n in enumerate(lines):
-        e = grids[1 + k] * n.stride + grids[1 + len(lines) + k] * n.dilation - n.pad
+        tap = grids[1 + len(lines) + k]
+        e = grids[1 + k] * n.stride + tap * n.dilation - n.pad
+        if n.shifts:
+            own = grids[0] // prod(m.classes for m in lines[:k]) % n.classes
+            e = e + np.array(n.shifts)[own]
+            inside = inside & (tap >= np.array(n.skips)[own])
         inside = inside & (e >= 0) & (e < n.size)
         at = at + np.clip(e, 0, n.size - 1) * n.step
     read = np.where(inside, x[at], 0.0)
@@ -181,9 +187,11 @@ def tile_places(p: Problem, case: Case) -> None:
     for t, index, pooled in own:
         axes = Epilogue(p, case).axes(pooled)
         places = [over(i, axes, case.values) for i in index]
-        flat = sum(i * s for i, s in zip(places, case.strides[t], strict=True))
-        for k in range(len(axes)):
-            steps = np.unique(np.diff(flat, axis=k))
-            assert len(steps) <= 1
-            for s in steps:
-                assert s == 1 if k == 1 else s * t.dtype.size % 16 == 0
+        whole = sum(i * s for i, s in zip(places, case.strides[t], strict=True))
+        for flat in np.split(whole, p.classes) if p.classes > 1 else [whole]:
+            assert flat.min() * t.dtype.size % 16 == 0
+            for k in range(len(axes)):
+                steps = np.unique(np.diff(flat, axis=k))
+                assert len(steps) <= 1
+                for s in steps:
+                    assert s == 1 if k == 1 else s * t.dtype.size % 16 == 0

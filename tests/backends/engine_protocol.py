@@ -10,6 +10,7 @@ import random
 from collections.abc import Generator
 from dataclasses import dataclass, field
 
+from onchip.backends.cuda.classes import class_taps
 from onchip.backends.cuda.geometry import Geometry
 from onchip.backends.cuda.parts import at_once
 
@@ -73,13 +74,20 @@ class Rings:
         self.teams, self.split, self.tiles, self.turns = c.teams, c.split, tiles, turns
         self.in_place = g.in_place
         first, last = (n * g.steps // c.k_split for n in (part, part + 1))
-        # the steps of each chunk and phase, numbered from 0
-        taps, walk, end = [len(phase.taps) for phase in g.phases], [], 0
-        for n in taps * g.chunks:
-            begin, end = end, end + n
-            walk.append(range(max(begin, first) - first, min(end, last) - first))
-        self.walk = [steps for steps in walk if len(steps)]
-        self.chunks, self.steps = len(self.walk), last - first
+        # the steps of each chunk and phase, numbered from 0; tiles go from class to class
+        each = [[len(phase.taps) for phase in g.phases]]
+        if g.problem.unlike:
+            each = [[len(t)] for t in class_taps(g)]
+        walks = []
+        for taps in each:
+            walk, end = [], 0
+            for n in taps * g.chunks:
+                begin, end = end, end + n
+                walk.append(range(max(begin, first) - first, min(end, last) - first))
+            walks.append([steps for steps in walk if len(steps)])
+        self.walk = [walks[n % len(walks)] for n in range(tiles)]
+        self.chunks = len(walks[0])
+        self.before = [sum(sum(map(len, w)) for w in self.walk[:n]) for n in range(tiles)]
         self.apart = at_once(g)
         self.r = Ring(g.r_stages, c.split) if g.r_stages else None
         self.x = Ring(c.x_stages, c.split)
@@ -100,9 +108,9 @@ class Rings:
             for chunk in range(self.chunks):
                 if inputs:
                     yield from self.fill(self.x, tile * self.chunks + chunk, (tile, chunk))
-                for step in self.walk[chunk]:
+                for step in self.walk[tile][chunk]:
                     if self.w and weights:
-                        yield from self.fill(self.w, tile * self.steps + step, (tile, step))
+                        yield from self.fill(self.w, self.before[tile] + step, (tile, step))
 
     def reader(self) -> Generator[Wait]:
         for tile in range(self.tiles):
@@ -130,10 +138,10 @@ class Rings:
             last_x = last_w = None
             for chunk in range(self.chunks):
                 x = yield from self.held(self.x, tile * self.chunks + chunk, (tile, chunk))
-                for step in self.walk[chunk]:
+                for step in self.walk[tile][chunk]:
                     w = None
                     if self.w:
-                        w = yield from self.held(self.w, tile * self.steps + step, (tile, step))
+                        w = yield from self.held(self.w, self.before[tile] + step, (tile, step))
                     # the step before has been multiplied when this one has been issued
                     if last_w:
                         self.free(*last_w)

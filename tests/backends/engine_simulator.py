@@ -15,6 +15,7 @@ from math import prod
 import numpy as np
 from tests.backends.engine_problems import Values
 
+from onchip.backends.cuda.classes import class_taps
 from onchip.backends.cuda.geometry import BLOCK, GROUP, LINE_BYTES, Geometry
 from onchip.backends.cuda.problem import Config, Problem
 
@@ -127,8 +128,12 @@ class Simulator:
         if c.w_stages:
             near = max(k for k in range(1, 17) if features % k == 0)
         rest, feature = divmod(n, near)
+        rest, mine = divmod(rest, p.classes)
         rest, place = divmod(rest, positions)
         batch, group = divmod(rest, features // near)
+        if p.classes > 1:
+            turn = max(self.clusters // (near * p.classes), 1)
+            batch = (mine + place // turn) % p.classes
         feature = (group * near + feature) * c.x_shared + rank * (c.x_shared > 1)
         place = place * c.w_shared + rank * (c.w_shared > 1)
         at = []
@@ -150,7 +155,7 @@ class Simulator:
             number = c * p.taps
             for phase, has in enumerate(g.phases):
                 fresh = True
-                for tap in has.taps:
+                for tap in class_taps(g)[t.batch] if p.unlike else has.taps:
                     if first <= number < last:
                         found.append((c, phase, tap, fresh))
                         fresh = False
@@ -227,6 +232,7 @@ class Simulator:
             ):
                 assert box <= 256, "a box is at most 256 elements long"
                 first = q * x.stride + s + piece * g.piece * (k == g.outermost)
+                first += x.shifts[p.class_of(t.batch)[k]] if x.shifts else 0
                 indices.append(first + np.arange(0, box, x.stride))
             steps = (1, *(x.step for x in p.lines))
             box = Box(tuple(indices), (p.channels, *(x.size for x in p.lines)))
@@ -314,11 +320,21 @@ class Simulator:
 
     @property
     def result_steps(self) -> tuple[int, ...]:
+        """Elements between two features, and two positions along each line: of a class, if there
+        are some."""
+        classes = (1, *(x.classes for x in self.p.lines))
+        return tuple(s * n for s, n in zip(self.whole_steps, classes, strict=True))
+
+    @property
+    def whole_steps(self) -> tuple[int, ...]:
         shape = self.results.shape[:0:-1]
         return tuple(prod(shape[:n]) for n in range(len(shape)))
 
     def result_at(self, t: Tile) -> int:
-        return t.batch * prod(self.results.shape[1:])
+        if self.p.classes == 1:
+            return t.batch * prod(self.results.shape[1:])
+        places = zip(self.p.class_of(t.batch), self.whole_steps[1:], strict=True)
+        return sum(c * s for c, s in places)
 
     def store_tile(
         self, t: Tile, feature: int, block: np.ndarray, base: int, size: int, m: int

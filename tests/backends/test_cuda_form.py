@@ -329,6 +329,54 @@ def transposed_without_stride():
 
 
 @fits
+def transposed_with_padding():
+    return nn.ConvTranspose2d(16, 24, 4, 2, 1), image(2, 16, 5, 6)
+
+
+@fits
+def transposed_with_unlike_classes():
+    return nn.ConvTranspose2d(16, 24, 3, 2, 1, 1), image(2, 16, 5, 6)
+
+
+@fits
+def transposed_with_kernel_of_5():
+    return S(nn.ConvTranspose2d(16, 24, 5, 2, 2, 1), nn.Tanh()), image(2, 16, 5, 6)
+
+
+@fits
+def transposed_with_classes_along_one_line():
+    own = nn.ConvTranspose2d(16, 24, (3, 4), (1, 2), (1, 1))
+    return S(own, norm(24), nn.ReLU()), image(2, 16, 5, 7)
+
+
+@fits
+def transposed_with_two_strides():
+    return nn.ConvTranspose2d(16, 24, (8, 3), (4, 2), (2, 1), (0, 1)), image(2, 16, 5, 3)
+
+
+@fits
+def transposed_with_positions_of_no_taps():
+    """They are the bias, chosen where the sums are stored."""
+    return nn.ConvTranspose2d(16, 24, (1, 3), 2, (0, 1), (1, 1)), image(2, 16, 5, 6)
+
+
+@fits
+def transposed_wave_form():
+    return S(nn.ConvTranspose1d(16, 24, 16, 8, 4), nn.LeakyReLU(0.1)), image(2, 16, 20)
+
+
+@fits
+def transposed_volume():
+    return nn.ConvTranspose3d(16, 24, 3, 2, 1, 1), image(2, 16, 2, 3, 4)
+
+
+@fits
+def transposed_residual():
+    f = Fn(lambda s, x, y: F.relu(s.c(x) + y), c=nn.ConvTranspose2d(16, 24, 4, 2, 1))
+    return f, image(2, 16, 5, 6), image(2, 24, 10, 12)
+
+
+@fits
 def bf16_gelu():
     own = conv(16, 24, 3, padding=1, dtype=torch.bfloat16)
     return S(own, nn.GELU()), image(2, 16, 6, 6, dtype=torch.bfloat16)
@@ -375,14 +423,34 @@ def rows_of_three_with_weights_that_vary():
     return Fn(lambda s, x, w: x @ w.t()), torch.randn(32, 3), torch.randn(16, 3)
 
 
-@refused("does not hold each element of the product once")
-def transposed_with_padding():
-    return nn.ConvTranspose2d(16, 24, 4, 2, 1), image(2, 16, 5, 6)
+@refused("19 positions of a transposed convolution, which its stride 2 does not divide")
+def transposed_with_classes_of_different_sizes():
+    return nn.ConvTranspose1d(16, 24, 3, 2, 1), image(2, 16, 10)
 
 
-@refused("more than one product")
-def transposed_with_unlike_classes():
-    return nn.ConvTranspose2d(16, 24, 3, 2, 1, 1), image(2, 16, 5, 6)
+@refused("groups of a transposed convolution with a stride")
+def transposed_with_groups():
+    return nn.ConvTranspose2d(16, 24, 4, 2, 1, groups=2), image(2, 16, 5, 6)
+
+
+@refused("differ in more than their taps")
+def transposed_with_several_classes_of_each_number_of_taps():
+    return nn.ConvTranspose1d(16, 24, 7, 3, 2), image(2, 16, 7)
+
+
+@refused("differ in more than their taps")
+def transposed_with_dilation():
+    return nn.ConvTranspose1d(16, 24, 4, 2, 1, dilation=3), image(2, 16, 9)
+
+
+@refused("a window along an axis that is no line of positions")
+def transposed_side_by_side_with_a_pool_behind():
+    return S(nn.ConvTranspose2d(16, 24, 2, 2), nn.AvgPool2d(2)), image(2, 16, 5, 6)
+
+
+@refused("a window along an axis that is no line of positions")
+def transposed_with_a_pool_behind():
+    return S(nn.ConvTranspose2d(16, 24, 4, 2, 1), nn.AvgPool2d(2)), image(2, 16, 5, 6)
 
 
 @refused("both element by element and folded")

@@ -94,6 +94,12 @@ def facts(p: Prepared, g: Geometry) -> Iterator[str]:
             yield "padding on one side"
         if x.taps > 16:
             yield "many taps"
+    if q.classes > 1:
+        kind = f"classes {'unlike' if q.unlike else 'alike'}"
+        yield kind
+        yield f"{kind}, {'turns' if g.turns else 'no turns'}"
+        yield f"{kind}, {'tiles' if q.results[0].tile else 'elements'}, {len(g.tile_reads)} reads"
+        yield f"{kind}, cluster of {c.cluster}"
     if q.channels % g.chunk:
         yield "channels fill up"
     if q.features % g.tile_features:
@@ -132,6 +138,9 @@ WANTED = [
     "weights laid out, batch False", "weights laid out, batch True",
     "weights as they lie, batch False", "weights as they lie, batch True",
     "strides", "dilation", "padding on one side", "many taps",
+    "classes alike, turns", "classes unlike, turns", "classes unlike, no turns",
+    "classes alike, tiles, 0 reads", "classes alike, elements, 0 reads",
+    "classes unlike, tiles, 1 reads", "classes alike, cluster of 2", "classes unlike, cluster of 2",
     "channels fill up", "features fill up", "fewer features than a block", "positions fill up",
     "a line longer than a copy", "an input that begins elsewhere",
     *(f"packed, {kind}, {windows}windows handed on" for kind, windows in (

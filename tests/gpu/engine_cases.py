@@ -191,6 +191,57 @@ def signal_long():
     return conv(64, 64, 9, d=1, padding=4), image(2, 64, 1500)
 
 
+@case(
+    Config((8, 7, 1), 1, teams=2, x_stages=2, w_stages=5),
+    Config((8, 4, 1), 0, x_stages=2, w_stages=4, k_split=2),
+    Config((8, 7, 1), 1, x_stages=2, w_stages=3, w_shared=2),
+)
+def transposed_4():
+    """Classes of as many taps, whose input starts elsewhere. A norm of integers is exact."""
+    own = nn.ConvTranspose2d(72, 64, 4, 2, 1)
+    return S(own, nn.BatchNorm2d(64, eps=0), nn.ReLU()).to(BF16), image(3, 72, 7, 9)
+
+
+@case(
+    Config((8, 3, 1), 1, teams=3, x_stages=2, w_stages=3, r_stages=6),
+    Config((8, 3, 1), 1, teams=2, x_stages=8, w_stages=8, r_stages=4),
+    Config((8, 3, 1), 1, x_stages=2, w_stages=3, w_shared=2),
+    Config((8, 6, 1), 0, blocks=2, x_stages=2, w_stages=3, x_shared=2),
+    first=4,
+)
+def transposed_3_residual():
+    """Classes of one, two and four taps."""
+    own = nn.ConvTranspose2d(64, 200, 3, 2, 1, 1).to(BF16)
+    return Fn(lambda s, x, y: F.relu(s.c(x) + y), c=own), image(3, 64, 9, 6), image(3, 200, 18, 12)
+
+
+@case(Config((8, 6, 1), 1, teams=2, x_stages=2, w_stages=4))
+def transposed_5_single():
+    return nn.ConvTranspose2d(24, 72, 5, 2, 2, 1), image(2, 24, 6, 11, dtype=FP32)
+
+
+@case()
+def transposed_half_one_line():
+    own = nn.ConvTranspose2d(40, 48, (3, 4), (1, 2), 1)
+    return S(own, nn.ReLU()).to(FP16), image(2, 40, 7, 5, dtype=FP16)
+
+
+@case(Config((32, 1), 0, teams=2, x_stages=3, w_stages=4))
+def transposed_wave_form():
+    return S(nn.ConvTranspose1d(64, 72, 16, 8, 4), nn.LeakyReLU(0.5)).to(BF16), image(2, 64, 75)
+
+
+@case(Config((32, 1), 0, teams=2, x_stages=3, w_stages=4), first=3)
+def transposed_wave_form_channels_last():
+    own = nn.ConvTranspose1d(64, 72, 16, 8, 4).to(BF16)
+    return Fn(lambda s, x: F.relu(s.c(x)).mT.contiguous(), c=own), image(2, 64, 75)
+
+
+@case()
+def transposed_volume():
+    return nn.ConvTranspose3d(32, 64, 3, 2, 1, 1).to(BF16), image(1, 32, 3, 4, 9)
+
+
 @case(Config((8, 4, 2, 1), 1, row_bytes=64, teams=2, x_stages=4, w_stages=4))
 def volume():
     own = conv(32, 64, 3, d=3, padding=1)

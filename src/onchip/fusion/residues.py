@@ -55,7 +55,7 @@ def by_residue(staged: tuple[Staged, ...]) -> tuple[Staged, ...]:
             readers.setdefault(t, []).append(s)
     out: dict[Tensor, Staged] = {s.tensor: s for s in staged}
     for s in staged:
-        places = _places(s)
+        places = places_of(s)
         parts = [t for t in folds if readers.get(t) == [s] and _is_part(folds[t], s, places)]
         if s.tensor in readers or not parts:
             continue
@@ -87,7 +87,7 @@ def selected(e: Expr) -> set[Axis]:
     return found
 
 
-def _places(s: Staged) -> dict[Axis, tuple[int, int]]:
+def places_of(s: Staged) -> dict[Axis, tuple[int, int]]:
     """Loops that are read as (a + p) // c and as (a + p) % c, with p and c."""
     found: dict[str, dict[Axis, set[tuple[int, int]]]] = {"floordiv": {}, "mod": {}}
     for x in walk(s.body):
@@ -103,15 +103,41 @@ def _places(s: Staged) -> dict[Axis, tuple[int, int]]:
     return {a: next(iter(ways)) for a, ways in same.items() if len(ways) == 1}
 
 
-def _split(s: Staged, places: dict[Axis, tuple[int, int]]) -> Staged:
-    """The stage with each of the axes as two."""
+def by_class(s: Staged, places: dict[Axis, tuple[int, int]]) -> tuple[Staged, dict[Axis, Axis]]:
+    """The stage with y = step * q + class in place of each of the loops that is read by quotient
+    and remainder, where the step divides it; and the class' axis for each q."""
+    joint, pairs = _side_by_side(s, places)
+    mapping: dict[Axis, Expr] = {}
+    loops: dict[Axis, tuple[Axis, ...]] = {}
+    known: dict[Axis, Expr] = {}
+    classes: dict[Axis, Axis] = {}
+    for a, (q, r) in pairs.items():
+        p, c = places[a]
+        own, digit = axis(a.extent // c), axis(c)
+        mapping |= {q: own + (digit + p) // c, r: (digit + p) % c}
+        loops |= {q: (own,), r: (digit,)}
+        known[a] = own * c + digit
+        classes[own] = digit
+    apart = _over(joint, mapping, loops)
+    return replace(apart, store=tuple(substitute(i, known) for i in s.store)), classes
+
+
+def _side_by_side(
+    s: Staged, places: dict[Axis, tuple[int, int]]
+) -> tuple[Staged, dict[Axis, tuple[Axis, Axis]]]:
+    """The stage with each of the axes as quotient and remainder; and these."""
     pairs: dict[Axis, tuple[Axis, Axis]] = {}
     mapping: dict[Axis, Expr] = {}
     for a, (p, c) in places.items():
         q, r = pairs[a] = axis((p + a.extent - 1) // c + 1), axis(c)
         mapping[a] = q * c + r - p
     joint = _over(s, mapping, pairs)
-    joint = replace(joint, body=_merged(joint.body))
+    return replace(joint, body=_merged(joint.body)), pairs
+
+
+def _split(s: Staged, places: dict[Axis, tuple[int, int]]) -> Staged:
+    """The stage with each of the axes as two."""
+    joint, pairs = _side_by_side(s, places)
     products = [as_contraction(r, joint.loops, ended=True) for r in reduces(joint.body)]
     remainders = {r for _, r in pairs.values()}
     columns = 1

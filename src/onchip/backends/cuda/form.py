@@ -15,6 +15,7 @@ from onchip.backends.cuda.form_axes import (
     merged,
     over,
 )
+from onchip.backends.cuda.form_classes import check, forms_by_class, from_the_first, of_line
 from onchip.backends.cuda.form_operands import (
     KINDS,
     Draft,
@@ -29,6 +30,7 @@ from onchip.backends.cuda.form_results import (
     Outputs,
     Product,
     Window,
+    find_classes,
     find_product,
     outputs_of,
 )
@@ -41,6 +43,7 @@ from onchip.ir.index import bounds
 
 MOST_DIMENSIONS = 5  # of a tensor map, channels and batch included
 ALIGNMENT = 16  # bytes: of what the copy engine steps over
+MOST_CLASSES = 8  # that each have tensor maps of their own
 STORED = (DType.BF16, DType.F16, DType.F32)
 
 
@@ -56,15 +59,26 @@ def problem_of(
     depends on, parameters only (weights among them are laid out at load); precision: of float32
     products, "tf32" or anything more exact (three TF32 products)
     """
+    how = (region, strides, constants, precision)
     try:
-        product = find_product(region)
-        outputs = outputs_of(region, product)
-        try:
-            return _Form(strides, constants, product, outputs, True).problem(precision)
-        except Unfit:  # windows side by side as lines of their own may be too many
-            return _Form(strides, constants, product, outputs, False).problem(precision)
+        return _problem(find_product(region), *how)
     except Unfit as unfit:
-        return unfit.refusal
+        try:
+            product = find_classes(region)
+            return _problem(product, *how) if product else unfit.refusal
+        except Unfit as other:
+            return other.refusal
+
+
+def _problem(
+    product: Product, region: Region, strides: Mapping[Tensor, Strides],
+    constants: frozenset[Tensor], precision: str,
+) -> Problem:  # fmt: skip
+    outputs = outputs_of(region, product)
+    try:
+        return _Form(strides, constants, product, outputs, True).problem(precision)
+    except Unfit:  # windows side by side as lines of their own may be too many
+        return _Form(strides, constants, product, outputs, False).problem(precision)
 
 
 class _Form:
@@ -80,9 +94,15 @@ class _Form:
         first = self.found.outputs[0]
         self.stored = self._steps(first.index, strides[first.tensor]) or {}
         near = min(self.stored, key=self.stored.__getitem__, default=None)
-        self.x, self.w = operands(product.contraction, constants, near, self.subject)
+        x, self.w = operands(product.contraction, constants, near, self.subject)
         self.w_constant = self.w.load.src in constants
+        self.classes = frozenset(product.classes.values())
+        if self.classes and not self.w_constant:
+            raise Unfit(self.subject, f"{self.w.load.src.name} is not constant, and has classes")
+        self.x, self.shifts = from_the_first(x, self.classes, self.subject)
         self.positions = [a for a in product.axes if a in self.x.axes]
+        if not outputs.windows.keys() <= {*self.positions} - product.classes.keys():
+            raise Unfit(self.subject, "a window along an axis that is no line of positions")
         x_strides, w_strides = strides[self.x.load.src], strides[self.w.load.src]
         read = layout(self.x, x_strides, product.contraction, self.subject, split)
         self.read: Layout = widened(read, self.w, w_strides, self.w_constant)
@@ -99,14 +119,16 @@ class _Form:
         dtype = self.x.load.src.dtype
         kind = KINDS.get(dtype) or ("tf32" if precision == "tf32" else "tf32x3")
         features, w_step, inner = self._features()
-        batches, x_batch, w_batch = self._batches()
-        groups = joined(self.read.lines, self.found.windows, self._stays(features))
+        apart = {*self.found.windows, *self.product.classes}
+        groups = joined(self.read.lines, apart, self._stays(features))
+        batches, x_batch, w_batch = self._batches(groups)
         lines = tuple(map(self._line, groups)) or (Line(1, ALIGNMENT // dtype.size, 1, cells=1),)
         channels = prod(a.extent for a in self.read.channels)
         # rows of few channels are read by threads, element by element if need be
         near = lines[0].step == channels and not batches and self.w_constant
         if not near or channels * dtype.size % ALIGNMENT == 0:
-            self._check_copies(lines, len(batches) > 0, x_batch, dtype.size)
+            several = len(batches) > 0 and not self.classes
+            self._check_copies(lines, several, x_batch, w_batch, dtype.size)
         feature = axis(prod(a.extent for a in features), "feature")
         batch = axis(prod(a.extent for a in batches), "batch")
         at = tuple(axis(line.positions, "position") for line in lines)
@@ -154,7 +176,7 @@ class _Form:
     def _features(self) -> tuple[list[Axis], int, bool]:
         """Axes of the features, the slowest first; elements of w between two (0: laid out), or
         between two channels, if (the last) features lie innermost."""
-        own = [a for a in self.product.axes if a in self.w.axes]
+        own = [a for a in self.product.axes if a in self.w.axes and a not in self.classes]
         if self.w.tests:
             raise Unfit(self.subject, f"{self.w.load.src.name} is read under a condition")
         if self.w_constant:
@@ -183,9 +205,13 @@ class _Form:
         self._step(own, at.coefficient, name)  # they lie as one
         return own, between, True
 
-    def _batches(self) -> tuple[list[Axis], int, int]:
+    def _batches(self, groups: Sequence[Sequence[Draft]]) -> tuple[list[Axis], int, int]:
         """Axes of the batches, the slowest first; elements of x and of w between two."""
         own = [a for a in self.product.axes if a in self.product.contraction.b_axes]
+        if self.classes:
+            check(self.product, self.read.lines)
+            found = [d.position for d, *_ in reversed(groups) if d.position]
+            return [self.product.classes[a] for a in found if a in self.product.classes], 0, 0
         if any(a not in self.read.batch for a in own):
             raise Unfit(self.subject, f"{self.x.load.src.name} is the same for several batches")
         own.sort(key=lambda a: -self.read.batch[a])
@@ -229,10 +255,12 @@ class _Form:
         size = d.size if len(group) == 1 else n
         return Line(
             size, inner.step, n, d.stride, d.taps, d.dilation, d.pad,
-            w.cells, w.window, w.hop, w.lead,
+            w.cells, w.window, w.hop, w.lead, *of_line(d, self.product, self.shifts),
         )  # fmt: skip
 
-    def _check_copies(self, lines: Sequence[Line], batched: bool, x_batch: int, size: int) -> None:
+    def _check_copies(
+        self, lines: Sequence[Line], batched: bool, x_batch: int, w_batch: int, size: int
+    ) -> None:
         name, every = self.x.load.src.name, ALIGNMENT // size
         dimensions = 1 + len(lines) + batched
         if dimensions > MOST_DIMENSIONS:
@@ -241,19 +269,19 @@ class _Form:
         for line in lines:
             if line.step % every and line.size > 1:
                 raise Unfit(self.subject, _unaligned(name, "a step", line.step * size))
-        w_steps = [] if self.w_constant else self._w_steps()
+        w_steps = [] if self.w_constant else self._w_steps(w_batch)
         for what, n, tensor in (
             ("a batch", x_batch, name), ("the first element", self.read.offset, name), *w_steps,
         ):  # fmt: skip
             if n % every:
                 raise Unfit(self.subject, _unaligned(tensor, what, n * size))
 
-    def _w_steps(self) -> list[tuple[str, int, str]]:
+    def _w_steps(self, batch: int) -> list[tuple[str, int, str]]:
         name = self.w.load.src.name
         _, step, inner = self._features()
         return [
             ("a channel" if inner else "a feature", step, name),
-            ("a batch", self._batches()[2], name),
+            ("a batch", batch, name),
             ("the first element", self.w_at.constant, name),
         ]  # fmt: skip
 
@@ -275,16 +303,18 @@ class _Form:
     def _is_tile(self, t: Tensor, index: Sequence[Expr], pooled: bool, p: Problem) -> bool:
         """Whether elements lie as the tile's do: features side by side, all else at distances that
         the copy engine takes."""
-        form = address(index, self.strides[t])
         at, feature = p.cell_axes if pooled else p.position_axes, p.feature_axis
-        if t.dtype not in STORED or not affine(form):
+        if t.dtype not in STORED or p.classes > MOST_CLASSES:
             return False
         every = ALIGNMENT // t.dtype.size
-        own = [a for a in (*at, p.batch_axis) if a.extent > 1]
-        steps = [form.coefficient(a) for a in own]
-        near = feature.extent == 1 or form.coefficient(feature) == 1
-        whole = near and all(s > 0 and s % every == 0 for s in (*steps, form.constant or every))
-        return whole and {a for a, _ in form.terms} <= {*own, feature}
+        own = [a for a in (*at, *[p.batch_axis] * (p.matrices > 1)) if a.extent > 1]
+        for form in forms_by_class(p, index, self.strides[t]):
+            steps = [form.coefficient(a) for a in own]
+            near = feature.extent == 1 or form.coefficient(feature) == 1
+            whole = near and all(s > 0 and s % every == 0 for s in (*steps, form.constant or every))
+            if not (affine(form) and whole and {a for a, _ in form.terms} <= {*own, feature}):
+                return False
+        return True
 
     def _reads(self, p: Problem) -> tuple[Read, ...]:
         """What the epilogue reads, each once."""

@@ -3,7 +3,7 @@ lies in memory, as lines and channels."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from onchip.backends.cuda.form_axes import (
@@ -241,11 +241,12 @@ def in_order(lines: Iterable[Draft]) -> list[Draft]:
 
 
 def joined(
-    lines: Sequence[Draft], whole: Mapping[Axis, object], stays: Sequence[Mapping[Axis, int]]
+    lines: Sequence[Draft], whole: Collection[Axis], stays: Sequence[Mapping[Axis, int]]
 ) -> list[list[Draft]]:
     """Lines in groups, the slowest first of each, that can be walked as one: they lie as one in x,
     and so they do in all of `stays` (elements of memory between two positions, for each result
-    and what is copied in tiles). whole: axes that windows lie along, which stay apart."""
+    and what is copied in tiles). whole: axes that windows lie along, or that have classes, which
+    stay apart."""
     groups: list[list[Draft]] = []
     for d in in_order(lines):
         alone = not d.dense or d.position is None or d.position in whole

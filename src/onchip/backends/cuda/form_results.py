@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from onchip.backends.cuda.form_axes import Interned, Unfit, apart, conditions, inverse, over
 from onchip.backends.cuda.problem import ACC
 from onchip.fusion.contraction import Contraction, as_contraction
 from onchip.fusion.inline import inline, without_unit_axes
 from onchip.fusion.region import Region
+from onchip.fusion.residues import by_class, places_of
 from onchip.fusion.staging import (
     Staged,
     labelled,
@@ -47,13 +48,15 @@ NEUTRAL = {"max": -math.inf, "min": math.inf, "sum": 0.0}
 @dataclass(frozen=True, eq=False, slots=True)
 class Product:
     """tensor: the sums, read by the bodies of `results`; axes: its dimensions, those of more than
-    one element that `contraction` is over; maker: the tensor whose expression held it."""
+    one element that `contraction` is over; maker: the tensor whose expression held it; classes: of
+    axes whose neighbours in a result are a step apart, the axis of what lies between."""
 
     tensor: Tensor
     axes: tuple[Axis, ...]
     contraction: Contraction
     maker: Tensor
     bodies: Mapping[Tensor, Expr]
+    classes: Mapping[Axis, Axis] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,44 @@ def find_product(region: Region) -> Product:
     if found is None:
         raise Unfit(region.name, "it has no sum of products with axes of its own on both sides")
     return Product(*found, inlined)
+
+
+def find_classes(region: Region) -> Product | None:
+    """The product of a transposed convolution with a stride, whose positions modulo the stride are
+    classes: axes of the product. None if there is none. Raises Unfit."""
+    inlined: dict[Tensor, Expr] = {}
+    memo: dict[Expr, Expr] = {}
+    found: Product | None = None
+    for t in region.tensors:
+        if unsupported(t):
+            return None
+        assert t.body is not None
+        body = split_reduction_axes(without_unit_axes(inline(t.body, inlined, memo)))
+        whole = Staged(t, body, False, t.axes, t.axes)
+        places = places_of(whole) if reduces(body) and not found else {}
+        if places:
+            uneven = [(a.extent, c) for a, (_, c) in places.items() if a.extent % c]
+            if uneven:
+                text = (
+                    "{} positions of a transposed convolution, which its stride {} does not divide"
+                )
+                raise Unfit(t.name, text.format(*uneven[0]))
+            s, classes = by_class(whole, places)
+            made = [as_contraction(r, s.loops, ended=True) for r in reduces(s.body)]
+            if len(made) != 1 or made[0] is None:
+                raise Unfit(t.name, "positions modulo its stride differ in more than their taps")
+            if not classes.keys().isdisjoint(made[0].b_axes):
+                raise Unfit(t.name, "groups of a transposed convolution with a stride")
+            axes = tuple(a for a in s.loops if a.extent > 1)
+            tensor = given([a.extent for a in axes], DType.F32, "product")
+            r, element = made[0].reduce, Load(tensor, axes)
+            body = rewrite(s.body, lambda x, r=r, element=element: element if x is r else None)
+            places = inverse(s.store, t.axes, t.shape)
+            assert places is not None, f"{t} is not over its own axes"
+            body = over(body, places)
+            found = Product(tensor, axes, made[0], t, inlined, classes)
+        inlined[t] = body
+    return found
 
 
 def outputs_of(region: Region, product: Product) -> Outputs:

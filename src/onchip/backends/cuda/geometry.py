@@ -1,7 +1,6 @@
 """Where everything of a tile lies: its input in shared memory, taps as shifts of it, the matrix
-unit's columns as positions, results. Plain arithmetic on a Problem and a Config, read by the text
-that is generated (kernel.py), by the model that chooses (model.py), and by the simulator of the
-tests."""
+unit's columns as positions, results. Plain arithmetic on a Problem and a Config, read by
+kernel.py's text, by the model that chooses (model.py), and by the simulator of the tests."""
 
 from __future__ import annotations
 
@@ -127,7 +126,7 @@ class Geometry:
 
     @property
     def steps(self) -> int:
-        """Weight tiles that a tile of results multiplies."""
+        """Weight tiles that a tile of results multiplies, of the class with the most taps."""
         return self.chunks * self.problem.taps
 
     @cached_property
@@ -262,8 +261,7 @@ class Geometry:
 
     @property
     def threads(self) -> int:
-        """Of a program: its warpgroups, a warp that fetches operands, one that fetches reads; where
-        operands are split, a warpgroup of these two and two that split."""
+        """Of a program: warpgroups, a warp for operands, one for reads; two more that split."""
         if self.problem.splits:
             return 128 * (self.warpgroups + 1)
         return 128 * self.warpgroups + 32 * (1 + bool(self.tile_reads))
@@ -318,8 +316,7 @@ class Geometry:
 
     @cached_property
     def tile_reads(self) -> tuple[Read, ...]:
-        """What the epilogue reads by tiles; element by element where windows are folded from shared
-        memory."""
+        """What the epilogue reads by tiles; element by element where windows are `staged`."""
         if self.staged:
             return ()
         return tuple(r for r in self.problem.reads if r.kind == "tile")
@@ -362,7 +359,8 @@ class Geometry:
         tells two rounds apart, can't tell a team that the round before the last has been."""
         c = self.config
         chunks = c.teams * self.chunks * len(self.phases)
-        return c.teams > 1 and bool(c.x_stages % chunks or c.w_stages % (c.teams * self.steps))
+        own = c.x_stages % chunks == 0 == c.w_stages % (c.teams * self.steps)
+        return c.teams > 1 and (self.problem.unlike or not own)
 
     @property
     def barriers(self) -> int:

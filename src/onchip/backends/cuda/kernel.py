@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from math import ceil, prod
 
 from onchip.backends.cuda import packed_sizes
+from onchip.backends.cuda.classes import class_shifts, steps_by_class, tap_tables
 from onchip.backends.cuda.epilogue import epilogue_text
-from onchip.backends.cuda.form_axes import address, affine
 from onchip.backends.cuda.geometry import BLOCK, GROUP, Geometry
 from onchip.backends.cuda.limits import refusal
 from onchip.backends.cuda.packed import PackedGeometry, geometry
@@ -88,8 +88,8 @@ class _Emitter:
         self.reads = g.tile_reads
         maps = [*([] if self.rows else [self._x_map()]), self._w_map()]
         tiled = [r for r in p.results if r.tile]
-        maps += [self._tile_map(r.tensor, r.index, r.pooled) for r in tiled]
-        maps += [self._tile_map(r.tensor, r.index, p.pools) for r in self.reads]
+        maps += [m for r in tiled for m in self._tile_maps(r.tensor, r.index, r.pooled)]
+        maps += [m for r in self.reads for m in self._tile_maps(r.tensor, r.index, p.pools)]
         pointers = [Pointer(n) for n in range(len(self.numbers))]
         # the engine's own loop stands beside the packed form's, and has its instruction
         held = (False, True) if self.rows and self.rows.w_held else (p.splits,)
@@ -143,10 +143,7 @@ class _Emitter:
         near = max(n for n in range(1, NEAR + 1) if features % n == 0)
         if not c.w_stages:
             near = features
-        begins = [0]
-        for phase in g.phases:
-            begins.append(begins[-1] + len(phase.taps))
-        taps = [t for phase in g.phases for t in phase.taps]
+        taps, begins, own_begins = tap_tables(g)
         reads = [r.tensor.dtype.size for r in self.reads]
         blocks = [g.result_bytes(prod(g.cells), size) for size in reads]
         starts = [c.blocks * sum(blocks[:n]) for n in range(len(blocks))]
@@ -157,7 +154,9 @@ class _Emitter:
             "ROW": c.row_bytes, "CHUNK": g.chunk, "CHUNKS": g.chunks, "K_STEPS": g.k_steps,
             "TAPS": p.taps, "PHASES": len(g.phases), "LINES": len(p.lines),
             "X_SLOT": g.x_slot, "X_BYTES": g.x_bytes, "X_STAGES": c.x_stages,
-            "X_RANK": 1 + len(p.lines) + (p.batch > 1), "X_BATCHED": int(p.batch > 1),
+            "X_RANK": 1 + len(p.lines) + (p.matrices > 1), "BATCHED": int(p.matrices > 1),
+            "CLASSES": p.classes, "UNLIKE": int(p.unlike),
+            "CLASS_TURN": max(self.programs // (c.cluster * near * p.classes), 1),
             "PIECES": g.pieces, "PIECE": g.piece, "OUTERMOST": g.outermost,
             "W_BYTES": g.w_bytes, "W_STAGES": c.w_stages, "W_PACKED": int(p.w_constant),
             "W_RANK": 2 if p.w_constant or p.batch == 1 else 3,
@@ -165,13 +164,13 @@ class _Emitter:
             "W_K_STEP": g.w_k_step, "SPLITS": int(p.splits), "PART_GROUPS": part_groups(g),
             "HELPING": HELPING, "REGISTERS": available(g) * handed_on(g),
             "FEATURES": p.features, "FEATURE_TILES": g.feature_tiles, "FEATURE_GROUP": near,
-            "BATCH": p.batch, "POSITION_TILES": g.position_tiles, "WORK": g.work,
-            "CLUSTER": c.cluster, "K_SPLIT": c.k_split, 
+            "POSITION_TILES": g.position_tiles, "WORK": g.work,
+            "CLUSTER": c.cluster, "K_SPLIT": c.k_split,
             "EXCHANGE_BYTES": g.exchange_bytes, "AT_ONCE": int(at_once(g)),
             "X_SHARED": c.x_shared, "W_SHARED": c.w_shared, "TURNS": int(g.turns),
             "TILE_BYTES": g.tile_bytes, "READ_BYTES": g.read_bytes, "R_STAGES": g.r_stages,
             "IN_PLACE": int(g.in_place),
-            "TILE_RANK": 1 + len(p.lines) + (p.batch > 1),
+            "TILE_RANK": 1 + len(p.lines) + (p.matrices > 1),
             "READS": len(reads), "READ_TX": read,
             "RESULTS": len(p.results), "STAGED": int(g.staged), "WIDE": int(g.wide),
             "FOLDED": int(g.carried),
@@ -184,6 +183,7 @@ class _Emitter:
         arrays = {
             "STRIP_ROW": g.strips,
             "PHASE_BEGIN": begins,
+            "CLASS_BEGIN": own_begins,
             "PATCH": _padded(c.patch),
             "CELLS": _padded(g.cells),
             "TILES": _padded(g.tiles),
@@ -204,8 +204,10 @@ class _Emitter:
         out += [f"constexpr char FOLD = {folds[p.fold if p.pools else '']};"]
         out += [f"constexpr char HALF = '{'h' if half else 'b'}';"]
         out += [f"__device__ constexpr int {k}[] = {_list(v)};" for k, v in arrays.items()]
-        starts_of = ", ".join(_list(_padded(phase.start, 0)) for phase in g.phases)
-        out.append(f"__device__ constexpr int START[][{LINES}] = {{{starts_of}}};")
+        tables = {"START": [phase.start for phase in g.phases], "SHIFT": class_shifts(p)}
+        for k, v in tables.items():
+            rows = ", ".join(_list(_padded(row, 0)) for row in v)
+            out.append(f"__device__ constexpr int {k}[][{LINES}] = {{{rows}}};")
         for k, n in (("TAP_ROWS", 0), ("TAP_NUMBER", 1)):
             out.append(f"__device__ constexpr int {k}[] = {_list([t[n] for t in taps])};")
         return "namespace cfg {\n" + "\n".join(out) + "\n}"
@@ -221,11 +223,8 @@ class _Emitter:
         return text, "#include <onchip/packed.cuh>"
 
     def _arguments(self) -> str:
-        fields = []
-        for t in self.inputs:
-            fields.append(f"const {STORAGE[t.dtype]}* {self.pointer(t)};")
-        for t in self.outputs:
-            fields.append(f"{STORAGE[t.dtype]}* {self.pointer(t)};")
+        fields = [f"const {STORAGE[t.dtype]}* {self.pointer(t)};" for t in self.inputs]
+        fields += [f"{STORAGE[t.dtype]}* {self.pointer(t)};" for t in self.outputs]
         return "struct Args {\n" + "\n".join(f"    {f}" for f in fields) + "\n};"
 
     def _dispatch(self) -> str:
@@ -268,12 +267,6 @@ class _Emitter:
     def _axes(self, pooled: bool) -> tuple[Axis, ...]:
         return self.p.cell_axes if pooled else self.p.position_axes
 
-    def _steps(self, t: Tensor, index: Iterable[Expr]) -> dict[Axis | None, int]:
-        """Elements between neighbours along each axis of an index; under None, before the first."""
-        form = address(tuple(index), self.strides[t])
-        assert affine(form), "a tile's elements lie at equal distances"
-        return {None: form.constant} | {a: c for a, c in form.terms if isinstance(a, Axis)}
-
     def _product(self, held: bool) -> str:
         """One instruction: 64 features by the columns of a strip (or of a part of it), 32 bytes of
         channels. held: weights come from registers."""
@@ -298,8 +291,10 @@ class _Emitter:
         )
 
     def _function(self, results: int) -> str:
-        maps = [*([] if self.rows else ["x"]), "w", *(f"result{n}" for n in range(results))]
-        maps += [f"read{n}" for n in range(len(self.reads))]
+        several = range(self.p.classes)
+        maps = [*([] if self.rows else ["x"]), "w"]
+        maps += [f"result{n}_{c}" for n in range(results) for c in several]
+        maps += [f"read{n}_{c}" for n in range(len(self.reads)) for c in several]
         taken = [f"const __grid_constant__ TensorMap {m}_map" for m in maps]
         fields = []
         for t in self.inputs:
@@ -310,9 +305,9 @@ class _Emitter:
             fields.append(self.pointer(t))
         places, at = [], 0
         for r in self.p.results:
-            places.append(f"&result{at}_map" if r.tile else "nullptr")
+            places.append(f"&result{at}_0_map" if r.tile else "nullptr")
             at += r.tile
-        reads = [f"&read{n}_map" for n in range(len(self.reads))] or ["nullptr"]
+        reads = [f"&read{n}_0_map" for n in range(len(self.reads))] or ["nullptr"]
         own = f"    const TensorMap* const reads[] = {{{', '.join(reads)}}};\n"
         call = own + "    engine::run(a, &x_map, &w_map, results, reads);"
         if self.rows:
@@ -333,7 +328,7 @@ class _Emitter:
 
     def _x_map(self) -> TensorMap:
         p, g = self.p, self.g
-        several = p.batch > 1
+        several = p.matrices > 1
         return TensorMap(
             self.numbers[p.x],
             MAP_KINDS[p.kind],
@@ -369,27 +364,30 @@ class _Emitter:
             g.w_row,
         )
 
-    def _tile_map(self, t: Tensor, index: tuple[Expr, ...], pooled: bool) -> TensorMap:
-        """A result, or what the epilogue reads, by tiles: 128 bytes of features."""
+    def _tile_maps(self, t: Tensor, index: tuple[Expr, ...], pooled: bool) -> list[TensorMap]:
+        """A result, or what the epilogue reads, by tiles: 128 bytes of features; one for each
+        class of positions."""
         p, g = self.p, self.g
         pooled = pooled and p.pools
-        steps = self._steps(t, index)
         axes = list(self._axes(pooled))
         sizes = [x.cells if pooled else x.positions for x in p.lines]
         extents = list(g.cells if pooled else self.c.patch)
-        if p.batch > 1:
+        if p.matrices > 1:
             axes, sizes, extents = [*axes, p.batch_axis], [*sizes, p.batch], [*extents, 1]
         size = t.dtype.size
-        return TensorMap(
-            self.numbers[t],
-            KINDS[t.dtype],
-            steps.get(None, 0),
-            (p.features, *sizes),
-            tuple(steps.get(a, 0) * size for a in axes),
-            (128 // size, *extents),
-            (1,) * (1 + len(axes)),
-            128,
-        )
+        return [
+            TensorMap(
+                self.numbers[t],
+                KINDS[t.dtype],
+                steps.get(None, 0),
+                (p.features, *sizes),
+                tuple(steps.get(a, 0) * size for a in axes),
+                (128 // size, *extents),
+                (1,) * (1 + len(axes)),
+                128,
+            )
+            for steps in steps_by_class(p, t, index, self.strides)
+        ]
 
 
 def _padded(values: Iterable[int], by: int = 1) -> list[int]:

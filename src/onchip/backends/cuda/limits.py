@@ -62,6 +62,7 @@ def refusal(g: Geometry, shared_bytes: int) -> Refusal | None:
             c.k_split > 1 and (c.teams > 1 or c.k_split > g.steps),
             f"{g.steps} steps of {c.teams} teams split in {c.k_split}",
         ),
+        (c.k_split > 1 and p.unlike, "classes of different numbers of taps split in parts"),
         (
             p.w_features_inner and (p.w_constant or p.size != 2),
             f"features innermost of {'constant' if p.w_constant else p.kind} weights",

@@ -192,7 +192,7 @@ class Estimate:
     def memory(self) -> float:
         """Microseconds in which memory moves each tensor once."""
         p = self.problem
-        size = p.channels * prod(x.size for x in p.lines) * p.batch * p.size
+        size = p.channels * prod(x.size for x in p.lines) * p.matrices * p.size
         size += p.channels * p.taps * p.features * p.batch * p.size
         size += sum(prod(r.tensor.shape) * r.tensor.dtype.size for r in (*p.results, *p.reads))
         return size / MEMORY

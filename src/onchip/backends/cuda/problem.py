@@ -28,6 +28,9 @@ class Line:
                stride * p + dilation * t - pad, which is zero outside of the input
     cells      what is left of the positions: cell q folds the positions hop * q + i - lead,
                i < window, that exist
+    shifts     where the input that is read depends on a class (transposed convolutions: a result's
+               position modulo the stride): elements further on, for each class; else empty
+    skips      for each class, of its taps the first ones that it does not have
     """
 
     size: int
@@ -41,6 +44,12 @@ class Line:
     window: int = 1
     hop: int = 1
     lead: int = 0
+    shifts: tuple[int, ...] = ()
+    skips: tuple[int, ...] = ()
+
+    @property
+    def classes(self) -> int:
+        return max(len(self.shifts), 1)
 
     @property
     def pools(self) -> bool:
@@ -79,7 +88,8 @@ class Problem:
     kind        "bf16", "fp16", "tf32" or "tf32x3": the type of the matrix unit's operands
     x, w        the tensors that hold positions and features
     channels    summed for each tap (of a group); lines: innermost in memory first, at most four
-    features    of a group; batch: groups of a convolution, or matrices
+    features    of a group; batch: groups of a convolution, or matrices, or classes: those of each
+                line as digits of one number, the first line's fastest
     x_offset    elements before the first that is read; x_batch: elements between two batches
     w_constant  the weights are laid out at load (`packed`); else w is read as it lies, one tap, its
                 channels innermost: w_step elements between two features, w_batch between batches
@@ -139,6 +149,29 @@ class Problem:
     @property
     def pools(self) -> bool:
         return any(line.pools for line in self.lines)
+
+    @property
+    def classes(self) -> int:
+        """Batches that differ in where their input starts, and in which taps they have."""
+        return prod(line.classes for line in self.lines)
+
+    @property
+    def matrices(self) -> int:
+        """Batches of which each has an input and results of its own."""
+        return self.batch // self.classes
+
+    @property
+    def unlike(self) -> bool:
+        """Classes have different numbers of taps."""
+        return any(any(line.skips) for line in self.lines)
+
+    def class_of(self, batch: int) -> tuple[int, ...]:
+        """A batch's class along each line."""
+        digits = []
+        for line in self.lines:
+            digits.append(batch % line.classes)
+            batch //= line.classes
+        return tuple(digits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
     int feature = -1, batch = -1, turn = 0;
     for (int n = first_tile(); n < cfg::WORK; n += next_tile(), turn++) {
         if (cfg::TEAMS > 1 && turn % cfg::TEAMS != team) {
-            consumer.pass();
+            consumer.pass(tile_of(n));
             continue;
         }
         mark(0, turn);

@@ -214,7 +214,7 @@ struct Epilogue {
                     const int f = t.feature + (member * cfg::BLOCKS + m) * BLOCK + half * (BLOCK / HALVES);
                     int at[5] = {f, 0, 0, 0, 0};
                     UNROLL for (int l = 0; l < cfg::LINES; l++) at[1 + l] = View<POOLED>::first(t, l);
-                    if constexpr (cfg::BATCH > 1) at[1 + cfg::LINES] = t.batch;
+                    if constexpr (cfg::BATCHED) at[1 + cfg::LINES] = t.batch;
                     if (f < cfg::FEATURES)
                         store_box<cfg::TILE_RANK>(map, tile + (m * HALVES + half) * (View<POOLED>::PADDED * LINE), at);
                 }
@@ -347,7 +347,7 @@ DEVICE void all_results(const Epilogue& e, const Sums& d, const Features (&c)[cf
                         const TensorMap* const* maps) {
     if constexpr (R < cfg::RESULTS) {
         constexpr bool OWN = cfg::RESULT_POOLED[R] == POOLED && !(cfg::STAGED && POOLED);
-        if constexpr (OWN) e.one_result<R>(d, c, maps[R]);
+        if constexpr (OWN) e.one_result<R>(d, c, map_of(maps[R], e.t));
         all_results<R + 1, POOLED>(e, d, c, maps);
     }
 }

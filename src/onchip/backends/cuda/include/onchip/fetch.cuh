@@ -14,8 +14,9 @@ DEVICE void fetch_input(const Shared& s, const TensorMap* x, const Tile& t, int 
     barrier_expect(full, cfg::X_BYTES);
     int at[5] = {c * cfg::CHUNK, 0, 0, 0, 0};
     UNROLL for (int l = 0; l < cfg::LINES; l++)
-        at[1 + l] = t.position(l) * cfg::STRIDE[l] + cfg::START[phase][l];
-    if constexpr (cfg::X_BATCHED) at[1 + cfg::LINES] = t.batch;
+        at[1 + l] = t.position(l) * cfg::STRIDE[l] + cfg::START[phase][l] +
+                    (cfg::CLASSES > 1 ? cfg::SHIFT[t.batch][l] : 0);
+    if constexpr (cfg::BATCHED) at[1 + cfg::LINES] = t.batch;
     constexpr int SHARE = cfg::PIECES / cfg::X_SHARED;
     const int mine = cfg::X_SHARED > 1 ? cluster_rank() * SHARE : 0;
     const int origin = at[1 + cfg::OUTERMOST];
@@ -129,11 +130,11 @@ DEVICE void fetch_reads(const Shared& s, const TensorMap* const* maps) {
                         int at[5] = {t.feature + (member * cfg::BLOCKS + m) * BLOCK + part * (BLOCK / parts), 0, 0, 0, 0};
                         UNROLL for (int l = 0; l < cfg::LINES; l++)
                             at[1 + l] = cfg::FOLD ? t.cell(l) : t.position(l);
-                        if constexpr (cfg::BATCH > 1) at[1 + cfg::LINES] = t.batch;
+                        if constexpr (cfg::BATCHED) at[1 + cfg::LINES] = t.batch;
                         load_box<cfg::TILE_RANK>(s.in + (ring.slot * cfg::SPLIT + member) * cfg::READ_BYTES +
                                                      cfg::READ_AT[r] + m * cfg::READ_BLOCK[r] +
                                                      part * (cfg::READ_BLOCK[r] / parts),
-                                                 maps[r], full, at);
+                                                 map_of(maps[r], t), full, at);
                     }
         ring.next();
     }

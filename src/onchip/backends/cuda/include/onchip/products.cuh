@@ -202,9 +202,9 @@ struct Consumer {
     }
 
     // The rings as they are after a tile of another team.
-    __device__ __forceinline__ void pass() {
+    __device__ __forceinline__ void pass(const Tile& t) {
         x.skip(cfg::CHUNKS * cfg::PHASES);
-        if constexpr (STREAM) w.skip(STEPS);
+        if constexpr (STREAM) w.skip(steps_of(t));
     }
 };
 

@@ -16,7 +16,7 @@ constexpr int STEPS = cfg::CHUNKS * cfg::TAPS;
 constexpr int W_ROW = cfg::W_ROW, W_K_STEP = cfg::W_K_STEP;
 constexpr int PART_GROUPS = cfg::PART_GROUPS;
 constexpr int X_LOW = cfg::X_SLOT / 2;  // from a chunk to its low parts, where operands are split
-constexpr int UNROLLED = cfg::K_SPLIT == 1 && !cfg::SPLITS && cfg::TAPS <= 16 ? cfg::TAPS : 1;
+constexpr int UNROLLED = cfg::K_SPLIT == 1 && !cfg::UNLIKE && !cfg::SPLITS && cfg::TAPS <= 16 ? cfg::TAPS : 1;
 
 // ---- shared memory -----------------------------------------------------------------------------
 
@@ -72,7 +72,9 @@ struct Tile {
 };
 
 // This program's tile of the n-th that its cluster takes: a group of feature tiles, which read the
-// same input, then the tiles of positions. The last ones of a cluster may lie outside.
+// same input, then the classes of positions, which read nearly the same, then the tiles of positions. A
+// program's next tile is of another class: they may differ in length. The last ones of a cluster may
+// lie outside.
 DEVICE Tile tile_of(int n) {
     const int rank = cfg::CLUSTER > 1 ? cluster_rank() : 0;
     Tile t;
@@ -81,12 +83,15 @@ DEVICE Tile tile_of(int n) {
     constexpr int POSITIONS = (cfg::POSITION_TILES + cfg::W_SHARED - 1) / cfg::W_SHARED;
     int f = n % cfg::FEATURE_GROUP;
     n /= cfg::FEATURE_GROUP;
-    int p = n % POSITIONS * cfg::W_SHARED + (cfg::W_SHARED > 1 ? rank : 0);
+    const int c = n % cfg::CLASSES;
+    n /= cfg::CLASSES;
+    const int place = n % POSITIONS;
+    int p = place * cfg::W_SHARED + (cfg::W_SHARED > 1 ? rank : 0);
     n /= POSITIONS;
     constexpr int GROUPS = FEATURES / cfg::FEATURE_GROUP;
     f = (n % GROUPS * cfg::FEATURE_GROUP + f) * cfg::X_SHARED + (cfg::X_SHARED > 1 ? rank : 0);
     t.feature = f * (BLOCK * cfg::BLOCKS * cfg::SPLIT);
-    t.batch = n / GROUPS;
+    t.batch = cfg::CLASSES > 1 ? (c + place / cfg::CLASS_TURN) % cfg::CLASSES : n / GROUPS;
     UNROLL for (int l = 0; l < 4; l++) {
         t.line[l] = l + 1 == cfg::LINES ? p : p % cfg::TILES[l];
         p = l + 1 == cfg::LINES ? 0 : p / cfg::TILES[l];
@@ -96,11 +101,33 @@ DEVICE Tile tile_of(int n) {
 DEVICE int first_tile() { return blockIdx.x / cfg::CLUSTER; }
 DEVICE int next_tile() { return gridDim.x / cfg::CLUSTER; }
 
+// A tile's taps, and its steps: a class of positions may have fewer than others.
+DEVICE int taps_begin(const Tile& t) { return cfg::UNLIKE ? cfg::CLASS_BEGIN[t.batch] : 0; }
+DEVICE int taps_end(const Tile& t) { return cfg::UNLIKE ? cfg::CLASS_BEGIN[t.batch + 1] : cfg::TAPS; }
+DEVICE int steps_of(const Tile& t) { return cfg::CHUNKS * (taps_end(t) - taps_begin(t)); }
+
+// A tensor's map for a tile: each class of positions has one. They are parameters that follow each
+// other; by their distance, as the compiler makes of a choice between them an array in local memory.
+DEVICE const TensorMap* map_of(const TensorMap* first, const Tile& t) {
+    if constexpr (cfg::CLASSES == 1) return first;
+    return (const TensorMap*)((u64)first + t.batch * sizeof(TensorMap));
+}
+
 // Every chunk of a tile's input and every step on it, in the order in which both sides of the rings
 // go: chunk(channels, phase), then step(channels, tap, first of the chunk).
 // `unrolled`: taps. What multiplies unrolls them, since products wait for what lies between two steps.
 template <int unrolled, class Chunk, class Step>
 DEVICE void walk(const Tile& t, Chunk chunk, Step step) {
+    if constexpr (cfg::UNLIKE) {  // one copy of the input for each chunk, no parts
+        const int begin = taps_begin(t), end = taps_end(t);
+#pragma unroll 1
+        for (int c = 0; c < cfg::CHUNKS; c++) {
+            chunk(c, 0);
+#pragma unroll 1
+            for (int tap = begin; tap < end; tap++) step(c, tap, tap == begin);
+        }
+        return;
+    }
     const int first = cfg::K_SPLIT > 1 ? t.first_step() : 0;
     const int last = cfg::K_SPLIT > 1 ? t.last_step() : STEPS;
 #pragma unroll 1
