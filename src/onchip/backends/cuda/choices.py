@@ -161,6 +161,8 @@ def _within(p: Problem, n: int, room: int) -> Iterator[tuple[int, ...]]:
 
 def _extents(p: Problem, line: Line, unit: int, most: int) -> list[int]:
     """Positions of a tile along a line, whole windows: the least for each number of tiles."""
+    if line.apart:
+        return [1]
     found: dict[int, int] = {}
     whole = up(_used(p, line), unit)
     for extent in range(unit, min(whole, most) + 1, unit):

@@ -241,6 +241,25 @@ class Geometry:
         """A result of positions beside one of windows."""
         return self.problem.pools and not all(r.pooled for r in self.problem.results)
 
+    # ---- totals --------------------------------------------------------------------------------
+
+    @property
+    def kept(self) -> int:
+        """Positions that have totals of their own."""
+        lines = zip(self.tiles, self.problem.lines, strict=True)
+        return prod(n for n, line in lines if line.apart)
+
+    @property
+    def folded_tiles(self) -> int:
+        """Tiles of positions that a total is folded from."""
+        return self.position_tiles // self.kept
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What tiles have of all totals."""
+        p = self.problem
+        return 4 * len(p.totals) * p.batch * self.position_tiles * p.features
+
     @property
     def tile_features(self) -> int:
         return BLOCK * self.config.blocks * self.config.split
@@ -309,7 +328,7 @@ class Geometry:
     def wide(self) -> bool:
         """Results are staged in float32, not in a half type."""
         kinds = {r.tensor.dtype.size for r in self.problem.results}
-        return max(kinds) > 2 or self.problem.fold == "sum"
+        return max(kinds, default=0) > 2 or self.problem.fold == "sum"
 
     def result_bytes(self, rows: int, size: int) -> int:
         """Of one block of features of a tile of results (or of what is folded)."""
@@ -325,10 +344,11 @@ class Geometry:
 
     @cached_property
     def in_place(self) -> bool:
-        """The one result takes the place of the first read."""
+        """The one result takes the place of the first read, which totals don't need after it."""
         sizes = [r.tensor.dtype.size for r in self.problem.results if r.tile]
         first = [r.tensor.dtype.size for r in self.tile_reads[:1]]
-        return len(self.problem.results) == 1 and sizes == first
+        alone = len(self.problem.results) == 1 and not self.problem.totals
+        return alone and sizes == first
 
     @cached_property
     def tile_bytes(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from math import ceil, prod
 
+from onchip.backends.cuda import totals
 from onchip.backends.cuda.epilogue import epilogue_text
 from onchip.backends.cuda.form_axes import address, affine
 from onchip.backends.cuda.geometry import BLOCK, GROUP, Geometry
@@ -12,9 +13,10 @@ from onchip.backends.cuda.limits import refusal
 from onchip.backends.cuda.packed import PackedGeometry, geometry
 from onchip.backends.cuda.problem import Config, Line, Problem
 from onchip.backends.cuda.registers import HELPING, available, handed_on, part_groups
-from onchip.backends.cuda.source import CudaSource, Pointer, Strides, TensorMap
+from onchip.backends.cuda.source import CudaSource, Further, Pointer, Strides, TensorMap
 from onchip.backends.cuda.spelling import STORAGE
 from onchip.backends.cuda.weights import packed_weights
+from onchip.backends.nvidia.source import Workspace
 from onchip.fusion.machine import HOPPER, Gpu
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.ir.dtype import DType
@@ -43,10 +45,10 @@ def emit(
     g = geometry(problem, config)
     if gpu.capability != HOPPER:
         text = f"sm_{gpu.capability}: there is a main loop for sm_{HOPPER} only"
-        return Refusal(Rule.CONTRACTION_FORM, problem.results[0].tensor.name, text)
+        return Refusal(Rule.CONTRACTION_FORM, problem.subject, text)
     if problem.kind not in INSTRUCTIONS:
         text = f"no main loop for {problem.kind}"
-        return Refusal(Rule.CONTRACTION_FORM, problem.results[0].tensor.name, text)
+        return Refusal(Rule.CONTRACTION_FORM, problem.subject, text)
     refused = refusal(g, gpu.shared_bytes)
     if refused:
         return refused
@@ -72,7 +74,7 @@ class _Emitter:
         read = dict.fromkeys([self.p.x, *(r.tensor for r in self.p.reads), self.w])
         derived = late | ({self.w} if self.p.w_constant else set())
         self.inputs = tuple(sorted(read, key=lambda t: t in derived))
-        self.outputs = tuple(dict.fromkeys(r.tensor for r in self.p.results))
+        self.outputs = tuple(dict.fromkeys(r.tensor for r in (*self.p.results, *self.p.finals)))
         self.numbers = {t: n for n, t in enumerate((*self.inputs, *self.outputs))}
 
     def pointer(self, t: Tensor) -> str:
@@ -88,7 +90,7 @@ class _Emitter:
         tiled = [r for r in p.results if r.tile]
         maps += [self._tile_map(r.tensor, r.index, r.pooled) for r in tiled]
         maps += [self._tile_map(r.tensor, r.index, p.pools) for r in self.reads]
-        pointers = [Pointer(n) for n in range(len(self.numbers))]
+        pointers = tuple(Pointer(n) for n in range(len(self.numbers) + bool(p.totals)))
         text = "\n\n".join(
             [
                 "".join(f"// {line}\n" for line in self.comment.splitlines())
@@ -98,13 +100,20 @@ class _Emitter:
                 self._sizes(),
                 self._arguments(),
                 "struct Place {\n    int batch, feature, at[4];\n};",
+                *["#ifndef ONCHIP_LAUNCH"] * bool(p.totals),
                 self.epilogue.text,
                 self._dispatch(),
                 self._product(),
                 *self._engine(),
                 self._function(len(tiled)),
+                *self._second(),
             ]
         )
+        further, workspace = (), ()
+        if p.totals:
+            name, threads = self.second, 32 * totals.warps(g)
+            further = (Further(name, pointers, totals.programs(g), threads),)
+            workspace = (Workspace(g.workspace_bytes),)
         return CudaSource(
             text,
             self.name,
@@ -114,8 +123,22 @@ class _Emitter:
             g.shared_bytes,
             self.inputs,
             self.outputs,
+            workspace,
             cluster=self.c.cluster,
+            further=further,
         )
+
+    @property
+    def second(self) -> str:
+        """The name of the second launch."""
+        return f"{self.name}_totals"
+
+    def _second(self) -> list[str]:
+        if not self.p.totals:
+            return []
+        taken, fields = self._pointers()
+        own = totals.text(self.p, self.second, self.pointer, self.strides, taken, fields)
+        return ["#else", own, "#endif"]
 
     @property
     def programs(self) -> int:
@@ -170,7 +193,7 @@ class _Emitter:
             "READS": len(reads), "READ_TX": read,
             "RESULTS": len(p.results), "STAGED": int(g.staged), "WIDE": int(g.wide),
         }  # fmt: skip
-        folds = {"max": "'M'", "min": "'m'", "sum": "'s'", "": "0"}
+        scalars |= totals.sizes(g)
         half = any(r.tensor.dtype is DType.F16 for r in (*p.results, *p.reads))
         lines = [*p.lines, *[Line(1, 1, 1, cells=1)] * (LINES - len(p.lines))]
         # windows that overlap are disjoint once neighbours have handed on theirs
@@ -187,17 +210,20 @@ class _Emitter:
             "WINDOW": [x.hop if carried else x.window for x in lines],
             "POSITIONS": [x.positions for x in lines],
             "ALL_CELLS": [x.cells if p.pools else x.positions for x in lines],
-            "RESULT_SIZE": [r.tensor.dtype.size for r in p.results],
-            "RESULT_POOLED": [int(r.pooled and p.pools) for r in p.results],
-            "RESULT_TILE": [int(r.tile) for r in p.results],
+            "APART": [int(x.apart) for x in lines],
+            "RESULT_SIZE": [r.tensor.dtype.size for r in p.results] or [0],
+            "RESULT_POOLED": [int(r.pooled and p.pools) for r in p.results] or [0],
+            "RESULT_TILE": [int(r.tile) for r in p.results] or [0],
             "READ_SIZE": reads or [0],
             "READ_AT": starts or [0],
             "READ_BLOCK": blocks or [0],
         }
         out = [f"constexpr int {k} = {v};" for k, v in scalars.items()]
-        out += [f"constexpr char FOLD = {folds[p.fold if p.pools else '']};"]
+        out += [f"constexpr char FOLD = {totals.FOLDS[p.fold if p.pools else '']};"]
         out += [f"constexpr char HALF = '{'h' if half else 'b'}';"]
         out += [f"__device__ constexpr int {k}[] = {_list(v)};" for k, v in arrays.items()]
+        folded = ", ".join(totals.FOLDS[t.fold] for t in p.totals) or "0"
+        out.append(f"__device__ constexpr char TOTAL_FOLD[] = {{{folded}}};")
         starts_of = ", ".join(_list(_padded(phase.start, 0)) for phase in g.phases)
         out.append(f"__device__ constexpr int START[][{LINES}] = {{{starts_of}}};")
         for k, n in (("TAP_ROWS", 0), ("TAP_NUMBER", 1)):
@@ -220,6 +246,7 @@ class _Emitter:
             fields.append(f"const {STORAGE[t.dtype]}* {self.pointer(t)};")
         for t in self.outputs:
             fields.append(f"{STORAGE[t.dtype]}* {self.pointer(t)};")
+        fields += ["float* partials;"] * bool(self.p.totals)
         return "struct Args {\n" + "\n".join(f"    {f}" for f in fields) + "\n};"
 
     def _dispatch(self) -> str:
@@ -248,6 +275,12 @@ class _Emitter:
             [
                 f"template <int R>\nDEVICE float result({takes}) {{",
                 *values,
+                "}",
+                f"template <int K>\nDEVICE float total({takes}) {{",
+                *(
+                    f"    if constexpr (K == {n}) return total{n}(a, acc, c, at, tile);"
+                    for n in range(len(self.p.totals))
+                ),
                 "}",
                 "template <int R>\nDEVICE void put(const Args& a, const Place& at, float v) {",
                 *puts,
@@ -295,13 +328,8 @@ class _Emitter:
         maps = [*([] if self.rows else ["x"]), "w", *(f"result{n}" for n in range(results))]
         maps += [f"read{n}" for n in range(len(self.reads))]
         taken = [f"const __grid_constant__ TensorMap {m}_map" for m in maps]
-        fields = []
-        for t in self.inputs:
-            taken.append(f"const {STORAGE[t.dtype]}* {self.pointer(t)}")
-            fields.append(self.pointer(t))
-        for t in self.outputs:
-            taken.append(f"{STORAGE[t.dtype]}* {self.pointer(t)}")
-            fields.append(self.pointer(t))
+        pointers, fields = self._pointers()
+        taken += pointers
         places, at = [], 0
         for r in self.p.results:
             places.append(f"&result{at}_map" if r.tile else "nullptr")
@@ -317,11 +345,18 @@ class _Emitter:
                 f'extern "C" __global__ void __launch_bounds__({self.g.threads}, 1) {self.name}(',
                 f"    {head}) {{",
                 f"    const Args a = {{{', '.join(fields)}}};",
-                f"    const TensorMap* const results[] = {{{', '.join(places)}}};",
+                f"    const TensorMap* const results[] = {{{', '.join(places or ['nullptr'])}}};",
                 call,
                 "}",
             ]
         )
+
+    def _pointers(self) -> tuple[list[str], list[str]]:
+        """Parameters that are pointers, and their names, which Args has in this order."""
+        taken = [f"const {STORAGE[t.dtype]}* {self.pointer(t)}" for t in self.inputs]
+        taken += [f"{STORAGE[t.dtype]}* {self.pointer(t)}" for t in self.outputs]
+        taken += ["float* partials"] * bool(self.p.totals)
+        return taken, [x.split()[-1] for x in taken]
 
     # ---- how the copy engine sees tensors ------------------------------------------------------
 

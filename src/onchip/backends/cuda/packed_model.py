@@ -39,7 +39,7 @@ PER_PART = 16.0  # instructions that lay out one part
 
 def configurations(problem: Problem, gpu: Gpu) -> list[Config] | Refusal:
     """The promising choices for a problem of few channels, best first, at most MOST."""
-    name = problem.results[0].tensor.name
+    name = problem.subject
     if problem.kind not in ("bf16", "fp16", "tf32"):
         return Refusal(Rule.CONTRACTION_FORM, name, f"no main loop for {problem.kind}")
     timed: list[tuple[float, Config]] = []
@@ -68,7 +68,7 @@ def microseconds(g: PackedGeometry, gpu: Gpu) -> float:
     out = c.split * (g.tile_bytes + g.carry_bytes) * 2
     shared = count * (BLOCK + g.columns) * 32 + 2 * rows + out
     loaders = rows / 16 * PER_PART / (32 * LOADER_WARPS)
-    epilogue = EPILOGUE + PER_SUM * g.accumulators * c.split * len(p.results)
+    epilogue = EPILOGUE + PER_SUM * g.accumulators * c.split * (len(p.results) + len(p.totals))
     if g.staged:
         loads = prod(g.cells) * prod(x.window for x in p.lines) * g.tile_features / 8
         epilogue += PER_CELL * loads / 128 * (2 if g.wide else 1)
@@ -123,7 +123,7 @@ def _across(line: Line, pools: bool) -> list[int]:
 
 def _rows(line: Line, pools: bool) -> list[int]:
     """Rows of a patch: whole windows, or an even number (which hands on the last one)."""
-    most = min(line.positions + line.positions % 2, MOST_ROWS)
+    most = 1 if line.apart else min(line.positions + line.positions % 2, MOST_ROWS)
     rows = range(1, most + 1)
     if not pools or not line.pools:
         return list(rows)

@@ -94,6 +94,12 @@ DEVICE u32 word_at(u32 tile, int row, int feature) {
            (feature & 3) * 4;
 }
 
+// Folded as a total is.
+template <char HOW>
+DEVICE float both(float a, float b) {
+    return HOW == 'M' ? onchip::maximum(a, b) : HOW == 'm' ? onchip::minimum(a, b) : a + b;
+}
+
 struct Epilogue {
     const Args& a;
     const Shared& s;
@@ -172,6 +178,20 @@ struct Epilogue {
         }
     }
 
+    // The tile reads of one element.
+    template <int PADDED>
+    __device__ __forceinline__ void read_words(int m, int row, int f, float (&reads)[cfg::READS + 1]) const {
+        UNROLL for (int r = 0; r < cfg::READS; r++) {
+            const u32 from = in + cfg::READ_AT[r] + m * cfg::READ_BLOCK[r];
+            if (cfg::READ_SIZE[r] == 4) {
+                reads[r] = __uint_as_float(load_word(word_at<PADDED>(from, row, f)));
+            } else {
+                const u32 word = load_word(from + row * LINE + (((f >> 3) ^ (row & 7)) << 4) + (f & 6) * 2);
+                reads[r] = unpacked(word, f & 1);
+            }
+        }
+    }
+
     // All of a float32 result, or of one that is stored element by element.
     template <bool POOLED, int R, bool DIRECT>
     __device__ __forceinline__ void write_words(const Sums& d, const Features (&c)[cfg::BLOCKS][2]) const {
@@ -182,15 +202,7 @@ struct Epilogue {
                     UNROLL for (int e = 0; e < V::EACH; e++) {
                         const int f = 16 * warp + 8 * h + (lane >> 2), row = V::row(slot, lane, e);
                         float reads[cfg::READS + 1];
-                        UNROLL for (int r = 0; r < cfg::READS; r++) {
-                            const u32 from = in + cfg::READ_AT[r] + m * cfg::READ_BLOCK[r];
-                            if (cfg::READ_SIZE[r] == 4) {
-                                reads[r] = __uint_as_float(load_word(word_at<V::PADDED>(from, row, f)));
-                            } else {
-                                const u32 word = load_word(from + row * LINE + (((f >> 3) ^ (row & 7)) << 4) + (f & 6) * 2);
-                                reads[r] = unpacked(word, f & 1);
-                            }
-                        }
+                        read_words<V::PADDED>(m, row, f, reads);
                         bool inside;
                         Place p;
                         const float v = result_at<POOLED, R>(d, c, m, slot, h, e, reads, inside, p);
@@ -240,6 +252,41 @@ struct Epilogue {
             else write_words<POOLED, R, false>(d, c);
             store_tile<POOLED, R>(map);
         }
+    }
+
+    // ---- totals --------------------------------------------------------------------------------
+
+    // What this tile has of a total, for the second launch: a thread folds its positions that exist,
+    // then the four that share a feature do. Each tile has an element of its own.
+    template <int K>
+    __device__ __forceinline__ void fold_tile(const Sums& d, const Features (&c)[cfg::BLOCKS][2]) const {
+        typedef View<false> V;
+        constexpr char HOW = cfg::TOTAL_FOLD[K];
+        const float none = HOW == 's' ? 0.f : __uint_as_float(HOW == 'M' ? 0xFF800000u : 0x7F800000u);
+        int kept = 0, folds = 0;
+        bool there = true;  // a cluster's last tiles may lie outside
+        UNROLL for (int l = 3; l >= 0; l--) {
+            int& place = cfg::APART[l] ? kept : folds;
+            place = place * cfg::TILES[l] + t.line[l];
+            there = there && t.line[l] < cfg::TILES[l];
+        }
+        const int first = ((K * cfg::BATCH + t.batch) * cfg::KEPT + kept) * cfg::FOLDED_TILES + folds;
+        UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
+            UNROLL for (int h = 0; h < 2; h++) {
+                float v = none;
+                UNROLL for (int slot = 0; slot < V::SLOTS; slot++)
+                    UNROLL for (int x = 0; x < 2; x++) {
+                        float reads[cfg::READS + 1];
+                        read_words<V::PADDED>(m, V::row(slot, lane, x), 16 * warp + 8 * h + (lane >> 2), reads);
+                        bool inside;
+                        const Place p = place<false>(slot, m, h, x, inside);
+                        const float own = total<K>(a, V::value(d[m], slot, h, x), c[m][h], p, reads);
+                        if (inside) v = both<HOW>(v, own);
+                    }
+                UNROLL for (int apart = 1; apart < 4; apart *= 2) v = both<HOW>(v, __shfl_xor_sync(~0u, v, apart));
+                if (there && (lane & 3) == 0 && feature(m, h) < cfg::FEATURES)
+                    a.partials[first * cfg::FEATURES + feature(m, h)] = v;
+            }
     }
 
     // ---- windows folded from shared memory -----------------------------------------------------
@@ -347,7 +394,15 @@ struct Epilogue {
     }
 };
 
-// Those of positions, or those of windows.
+template <int K>
+DEVICE void all_totals(const Epilogue& e, const Sums& d, const Features (&c)[cfg::BLOCKS][2]) {
+    if constexpr (K < cfg::TOTALS) {
+        e.fold_tile<K>(d, c);
+        all_totals<K + 1>(e, d, c);
+    }
+}
+
+// Those of positions, or those of windows; then totals, which there are only where nothing is pooled.
 template <int R, bool POOLED>
 DEVICE void all_results(const Epilogue& e, const Sums& d, const Features (&c)[cfg::BLOCKS][2],
                         const TensorMap* const* maps) {
@@ -355,6 +410,8 @@ DEVICE void all_results(const Epilogue& e, const Sums& d, const Features (&c)[cf
         constexpr bool OWN = cfg::RESULT_POOLED[R] == POOLED && !(cfg::STAGED && POOLED);
         if constexpr (OWN) e.one_result<R>(d, c, maps[R]);
         all_results<R + 1, POOLED>(e, d, c, maps);
+    } else {
+        all_totals<0>(e, d, c);
     }
 }
 template <int R>
