@@ -447,7 +447,7 @@ def residual_and_its_sums():
     return Fn(f, c=conv(64, 64, 3, padding=1)), image(4, 64, 13, 9), image(4, 64, 13, 9)
 
 
-@case(Config((16, 4, 1), 0, teams=2, x_stages=6))
+@case(Config((16, 4, 1), 0, teams=2, x_stages=8))
 def three_channels_statistics():
     def f(s, x):
         y = s.c(x)

@@ -17,6 +17,7 @@ from onchip.fusion.machine import Gpu
 
 PART = 18  # multiprocessors that clusters are made of
 REGISTERS = 32  # of a thread beside what it holds: no spills with up to three values of a feature
+FOLDING = 16  # further ones where positions are folded into totals
 SIZES = (16, 32, 64, 96, 128, 192, 256, 416)  # positions of a patch: the best of each class ...
 BEST = 5  # ... so many, are looked at closely
 BOX_BYTES = 128  # multiples of which a permuted box starts at (CUDA driver API, tensor maps)
@@ -33,10 +34,11 @@ def choices(p: Problem, gpu: Gpu) -> Iterator[Config]:
     for patch, along in _patches(p):
         for (b, split), row, teams in product(shapes, _rows(p), (1, 2, 3, 4)):
             plain = Config(patch, along, b, split, teams, row)
-            if teams * split > 7 or b * prod(patch) // 2 + REGISTERS > NAMED:
+            beside = REGISTERS + FOLDING * bool(p.totals)
+            if teams * split > 7 or b * prod(patch) // 2 + beside > NAMED:
                 continue
             g = Geometry(p, plain)
-            if held(g) + REGISTERS > available(g):
+            if held(g) + beside > available(g):
                 continue
             for config in _clusters(p, plain, gpu):
                 yield from _rings(p, config, gpu)
