@@ -17,7 +17,7 @@ from onchip.fusion.machine import Gpu
 
 PART = 18  # multiprocessors that clusters are made of
 REGISTERS = 32  # of a thread beside what it holds: no spills with up to three values of a feature
-FOLDING = 16  # further ones where positions are folded into totals
+FOLDING = 24  # further ones where positions are folded into totals, and as many beside results
 SIZES = (16, 32, 64, 96, 128, 192, 256, 416)  # positions of a patch: the best of each class ...
 BEST = 5  # ... so many, are looked at closely
 BOX_BYTES = 128  # multiples of which a permuted box starts at (CUDA driver API, tensor maps)
@@ -34,7 +34,7 @@ def choices(p: Problem, gpu: Gpu) -> Iterator[Config]:
     for patch, along in _patches(p):
         for (b, split), row, teams in product(shapes, _rows(p), (1, 2, 3, 4)):
             plain = Config(patch, along, b, split, teams, row)
-            beside = REGISTERS + FOLDING * bool(p.totals)
+            beside = REGISTERS + (FOLDING * (1 + bool(p.results)) if p.totals else 0)
             if teams * split > 7 or b * prod(patch) // 2 + beside > NAMED:
                 continue
             g = Geometry(p, plain)

@@ -247,7 +247,11 @@ class _Emitter:
         for t in self.outputs:
             fields.append(f"{STORAGE[t.dtype]}* {self.pointer(t)};")
         fields += ["float* partials;"] * bool(self.p.totals)
-        return "struct Args {\n" + "\n".join(f"    {f}" for f in fields) + "\n};"
+        partials = "a.partials" if self.p.totals else "nullptr"
+        return (
+            "struct Args {\n" + "\n".join(f"    {f}" for f in fields) + "\n};\n"
+            f"DEVICE float* partials(const Args& a) {{ return {partials}; }}"
+        )
 
     def _dispatch(self) -> str:
         """The results by number, and how one element, or some neighbouring ones, is stored."""

@@ -94,6 +94,10 @@ DEVICE u32 word_at(u32 tile, int row, int feature) {
            (feature & 3) * 4;
 }
 
+constexpr int TOTALS = cfg::TOTALS + !cfg::TOTALS;
+DEVICE float nothing_of(char how) {
+    return how == 's' ? 0.f : __uint_as_float(how == 'M' ? 0xFF800000u : 0x7F800000u);
+}
 // Folded as a total is.
 template <char HOW>
 DEVICE float both(float a, float b) {
@@ -256,13 +260,32 @@ struct Epilogue {
 
     // ---- totals --------------------------------------------------------------------------------
 
-    // What this tile has of a total, for the second launch: a thread folds its positions that exist,
-    // then the four that share a feature do. Each tile has an element of its own.
     template <int K>
+    __device__ __forceinline__ void fold_in(float (&v)[TOTALS], float acc, const Features& own, const Place& p,
+                                            const float* reads) const {
+        if constexpr (K < cfg::TOTALS) {
+            v[K] = both<cfg::TOTAL_FOLD[K]>(v[K], total<K>(a, acc, own, p, reads));
+            fold_in<K + 1>(v, acc, own, p, reads);
+        }
+    }
+    template <int K>
+    __device__ __forceinline__ void store_totals(const float (&v)[TOTALS], int place, int row) const {
+        if constexpr (K < cfg::TOTALS) {
+            float all = v[K];
+            UNROLL for (int apart = 1; apart < 4; apart *= 2)
+                all = both<cfg::TOTAL_FOLD[K]>(all, __shfl_xor_sync(~0u, all, apart));
+            if (place >= 0 && (lane & 3) == 0) {
+                const int first = (K * cfg::BATCH + t.batch) * cfg::KEPT * cfg::FOLDED_TILES + place;
+                partials(a)[first * cfg::FEATURES + row] = all;
+            }
+            store_totals<K + 1>(v, place, row);
+        }
+    }
+
+    // What this tile has of the totals, for the second launch: a thread folds its positions that exist,
+    // then the four that share a feature do. Each tile has an element of its own.
     __device__ __forceinline__ void fold_tile(const Sums& d, const Features (&c)[cfg::BLOCKS][2]) const {
         typedef View<false> V;
-        constexpr char HOW = cfg::TOTAL_FOLD[K];
-        const float none = HOW == 's' ? 0.f : __uint_as_float(HOW == 'M' ? 0xFF800000u : 0x7F800000u);
         int kept = 0, folds = 0;
         bool there = true;  // a cluster's last tiles may lie outside
         UNROLL for (int l = 3; l >= 0; l--) {
@@ -270,22 +293,20 @@ struct Epilogue {
             place = place * cfg::TILES[l] + t.line[l];
             there = there && t.line[l] < cfg::TILES[l];
         }
-        const int first = ((K * cfg::BATCH + t.batch) * cfg::KEPT + kept) * cfg::FOLDED_TILES + folds;
+        const int here_at = kept * cfg::FOLDED_TILES + folds;
         UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
             UNROLL for (int h = 0; h < 2; h++) {
-                float v = none;
+                float v[TOTALS];
+                UNROLL for (int k = 0; k < cfg::TOTALS; k++) v[k] = nothing_of(cfg::TOTAL_FOLD[k]);
                 UNROLL for (int slot = 0; slot < V::SLOTS; slot++)
                     UNROLL for (int x = 0; x < 2; x++) {
                         float reads[cfg::READS + 1];
                         read_words<V::PADDED>(m, V::row(slot, lane, x), 16 * warp + 8 * h + (lane >> 2), reads);
                         bool inside;
                         const Place p = place<false>(slot, m, h, x, inside);
-                        const float own = total<K>(a, V::value(d[m], slot, h, x), c[m][h], p, reads);
-                        if (inside) v = both<HOW>(v, own);
+                        if (inside) fold_in<0>(v, V::value(d[m], slot, h, x), c[m][h], p, reads);
                     }
-                UNROLL for (int apart = 1; apart < 4; apart *= 2) v = both<HOW>(v, __shfl_xor_sync(~0u, v, apart));
-                if (there && (lane & 3) == 0 && feature(m, h) < cfg::FEATURES)
-                    a.partials[first * cfg::FEATURES + feature(m, h)] = v;
+                store_totals<0>(v, there && feature(m, h) < cfg::FEATURES ? here_at : -1, feature(m, h));
             }
     }
 
@@ -394,15 +415,7 @@ struct Epilogue {
     }
 };
 
-template <int K>
-DEVICE void all_totals(const Epilogue& e, const Sums& d, const Features (&c)[cfg::BLOCKS][2]) {
-    if constexpr (K < cfg::TOTALS) {
-        e.fold_tile<K>(d, c);
-        all_totals<K + 1>(e, d, c);
-    }
-}
-
-// Those of positions, or those of windows; then totals, which there are only where nothing is pooled.
+// Those of positions, or those of windows; then totals, where nothing is pooled.
 template <int R, bool POOLED>
 DEVICE void all_results(const Epilogue& e, const Sums& d, const Features (&c)[cfg::BLOCKS][2],
                         const TensorMap* const* maps) {
@@ -410,8 +423,8 @@ DEVICE void all_results(const Epilogue& e, const Sums& d, const Features (&c)[cf
         constexpr bool OWN = cfg::RESULT_POOLED[R] == POOLED && !(cfg::STAGED && POOLED);
         if constexpr (OWN) e.one_result<R>(d, c, maps[R]);
         all_results<R + 1, POOLED>(e, d, c, maps);
-    } else {
-        all_totals<0>(e, d, c);
+    } else if constexpr (cfg::TOTALS > 0) {
+        e.fold_tile(d, c);
     }
 }
 template <int R>

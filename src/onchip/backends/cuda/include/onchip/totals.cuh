@@ -1,7 +1,7 @@
 // The second launch of a kernel with totals: what tiles have folded is folded in their order, in float64
 // (sums of thousands of tiles), and finished.
 //
-// The text that includes this defines, before: namespace cfg, struct Args with `partials`,
+// The text that includes this defines, before: namespace cfg, struct Args, partials(),
 // finish(): the generated results of totals. A program has 32 features of one place along the lines that
 // are kept; its warps fold runs of tiles side by side, then what each has.
 #pragma once
@@ -32,7 +32,7 @@ DEVICE void run(const Args& a) {
     const int own = min(feature, cfg::FEATURES - 1);
     wait_for_launch_before();
     UNROLL for (int k = 0; k < cfg::TOTALS; k++) {
-        const float* from = a.partials + ((k * cfg::BATCH + batch) * cfg::KEPT + kept) * (cfg::FOLDED_TILES * cfg::FEATURES) + own;
+        const float* from = partials(a) + ((k * cfg::BATCH + batch) * cfg::KEPT + kept) * (cfg::FOLDED_TILES * cfg::FEATURES) + own;
         double v = nothing(cfg::TOTAL_FOLD[k]);
 #pragma unroll 8
         for (int n = warp * cfg::FOLDED_TILES / WARPS; n < (warp + 1) * cfg::FOLDED_TILES / WARPS; n++)
