@@ -91,7 +91,9 @@ def finals_text(
     for n, r in enumerate(p.finals):
         own = _Function(shared, _places(p, False), dict(totals))
         text = own.value(r.value)
-        head = f"float final{n}(const Args& a, const float (&total)[{len(totals)}], const Place& at)"
+        head = (
+            f"float final{n}(const Args& a, const float (&total)[{len(totals)}], const Place& at)"
+        )
         parts.append(_function(head, own.lines, text))
         parts.append(_element(len(p.results) + n, r, shared, _places(p, False)))
     return "\n\n".join(parts)

@@ -150,9 +150,7 @@ class _Form:
             (t.final, self._result(t, cells if t.pooled else places, interned))
             for t in self.found.outputs
         ]
-        totals = tuple(
-            replace(t, value=interned(over(t.value, places))) for t in self.found.totals
-        )
+        totals = tuple(replace(t, value=interned(over(t.value, places))) for t in self.found.totals)
         element = over(self.w.load, common | sums)
         assert isinstance(element, Load)
         problem = Problem(

@@ -241,25 +241,6 @@ class Geometry:
         """A result of positions beside one of windows."""
         return self.problem.pools and not all(r.pooled for r in self.problem.results)
 
-    # ---- totals --------------------------------------------------------------------------------
-
-    @property
-    def kept(self) -> int:
-        """Positions that have totals of their own."""
-        lines = zip(self.tiles, self.problem.lines, strict=True)
-        return prod(n for n, line in lines if line.apart)
-
-    @property
-    def folded_tiles(self) -> int:
-        """Tiles of positions that a total is folded from."""
-        return self.position_tiles // self.kept
-
-    @property
-    def workspace_bytes(self) -> int:
-        """What tiles have of all totals."""
-        p = self.problem
-        return 4 * len(p.totals) * p.batch * self.position_tiles * p.features
-
     @property
     def tile_features(self) -> int:
         return BLOCK * self.config.blocks * self.config.split

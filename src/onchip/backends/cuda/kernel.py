@@ -7,27 +7,25 @@ from math import ceil, prod
 
 from onchip.backends.cuda import totals
 from onchip.backends.cuda.epilogue import epilogue_text
-from onchip.backends.cuda.form_axes import address, affine
 from onchip.backends.cuda.geometry import BLOCK, GROUP, Geometry
 from onchip.backends.cuda.limits import refusal
+from onchip.backends.cuda.maps import Maps
 from onchip.backends.cuda.packed import PackedGeometry, geometry
 from onchip.backends.cuda.problem import Config, Line, Problem
 from onchip.backends.cuda.registers import HELPING, available, handed_on, part_groups
-from onchip.backends.cuda.source import CudaSource, Further, Pointer, Strides, TensorMap
+from onchip.backends.cuda.source import CudaSource, Further, Pointer, Strides
 from onchip.backends.cuda.spelling import STORAGE
 from onchip.backends.cuda.weights import packed_weights
 from onchip.backends.nvidia.source import Workspace
 from onchip.fusion.machine import HOPPER, Gpu
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.ir.dtype import DType
-from onchip.ir.expr import Axis, Expr, Tensor
+from onchip.ir.expr import Tensor
 
 LINES = 4  # that the main loop counts; those that a problem lacks have one element
 INSTRUCTIONS = {
     "bf16": ("bf16", 16), "fp16": ("f16", 16), "tf32": ("tf32", 8), "tf32x3": ("tf32", 8),
 }  # fmt: skip
-MAP_KINDS = {"bf16": "bf16", "fp16": "fp16", "tf32": "tf32", "tf32x3": "fp32"}
-KINDS = {DType.BF16: "bf16", DType.F16: "fp16", DType.F32: "fp32"}
 NEAR = 16  # tiles of features that follow each other over the same positions, at most
 
 
@@ -86,10 +84,11 @@ class _Emitter:
         p, g = self.p, self.g
         self.epilogue = epilogue_text(p, self.pointer, self.strides, not g.staged)
         self.reads = g.tile_reads
-        maps = [*([] if self.rows else [self._x_map()]), self._w_map()]
+        seen = Maps(g, self.strides, self.numbers)
+        maps = [*([] if self.rows else [seen.x()]), seen.w(self.w)]
         tiled = [r for r in p.results if r.tile]
-        maps += [self._tile_map(r.tensor, r.index, r.pooled) for r in tiled]
-        maps += [self._tile_map(r.tensor, r.index, p.pools) for r in self.reads]
+        maps += [seen.tile(r.tensor, r.index, r.pooled) for r in tiled]
+        maps += [seen.tile(r.tensor, r.index, p.pools) for r in self.reads]
         pointers = tuple(Pointer(n) for n in range(len(self.numbers) + bool(p.totals)))
         text = "\n\n".join(
             [
@@ -113,7 +112,7 @@ class _Emitter:
         if p.totals:
             name, threads = self.second, 32 * totals.warps(g)
             further = (Further(name, pointers, totals.programs(g), threads),)
-            workspace = (Workspace(g.workspace_bytes),)
+            workspace = (Workspace(totals.workspace_bytes(g)),)
         return CudaSource(
             text,
             self.name,
@@ -296,15 +295,6 @@ class _Emitter:
             ]
         )
 
-    def _axes(self, pooled: bool) -> tuple[Axis, ...]:
-        return self.p.cell_axes if pooled else self.p.position_axes
-
-    def _steps(self, t: Tensor, index: Iterable[Expr]) -> dict[Axis | None, int]:
-        """Elements between neighbours along each axis of an index; under None, before the first."""
-        form = address(tuple(index), self.strides[t])
-        assert affine(form), "a tile's elements lie at equal distances"
-        return {None: form.constant} | {a: c for a, c in form.terms if isinstance(a, Axis)}
-
     def _product(self) -> str:
         """One instruction: 64 features by the columns of a strip (or of a part of it), 32 bytes of
         channels. Weights that are split come from registers."""
@@ -361,68 +351,6 @@ class _Emitter:
         taken += [f"{STORAGE[t.dtype]}* {self.pointer(t)}" for t in self.outputs]
         taken += ["float* partials"] * bool(self.p.totals)
         return taken, [x.split()[-1] for x in taken]
-
-    # ---- how the copy engine sees tensors ------------------------------------------------------
-
-    def _x_map(self) -> TensorMap:
-        p, g = self.p, self.g
-        several = p.batch > 1
-        return TensorMap(
-            self.numbers[p.x],
-            MAP_KINDS[p.kind],
-            p.x_offset,
-            (p.channels, *(x.size for x in p.lines), *[p.batch] * several),
-            tuple(s * p.size for s in (*(x.step for x in p.lines), *[p.x_batch] * several)),
-            (g.chunk, *g.x_box, *[1] * several),
-            (1, *(x.stride for x in p.lines), *[1] * several),
-            self.c.row_bytes,
-        )
-
-    def _w_map(self) -> TensorMap:
-        p, g = self.p, self.g
-        if p.w_constant:
-            rows = (self.rows.w_tiles if self.rows else p.batch * p.taps * g.chunks) * p.features
-            sizes, steps = (g.chunk, rows), (g.chunk,)
-        else:
-            sizes, steps = (p.channels, p.features), (p.w_step,)
-            if p.batch > 1:
-                sizes, steps = (*sizes, p.batch), (*steps, p.w_batch)
-        box = (g.chunk, g.tile_features // self.c.w_shared, 1)[: len(sizes)]
-        if p.w_features_inner:
-            sizes = (p.features, p.channels, *sizes[2:])
-            box = (BLOCK, g.chunk // self.c.w_shared, *box[2:])
-        return TensorMap(
-            self.numbers[self.w],
-            MAP_KINDS[p.kind],
-            p.w_offset,
-            sizes,
-            tuple(s * p.size for s in steps),
-            box,
-            (1,) * len(sizes),
-            g.w_row,
-        )
-
-    def _tile_map(self, t: Tensor, index: tuple[Expr, ...], pooled: bool) -> TensorMap:
-        """A result, or what the epilogue reads, by tiles: 128 bytes of features."""
-        p, g = self.p, self.g
-        pooled = pooled and p.pools
-        steps = self._steps(t, index)
-        axes = list(self._axes(pooled))
-        sizes = [x.cells if pooled else x.positions for x in p.lines]
-        extents = list(g.cells if pooled else self.c.patch)
-        if p.batch > 1:
-            axes, sizes, extents = [*axes, p.batch_axis], [*sizes, p.batch], [*extents, 1]
-        size = t.dtype.size
-        return TensorMap(
-            self.numbers[t],
-            KINDS[t.dtype],
-            steps.get(None, 0),
-            (p.features, *sizes),
-            tuple(steps.get(a, 0) * size for a in axes),
-            (128 // size, *extents),
-            (1,) * (1 + len(axes)),
-            128,
-        )
 
 
 def _padded(values: Iterable[int], by: int = 1) -> list[int]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from onchip.backends.cuda.geometry import GROUP, LINE_BYTES, MOST_BOX, Geometry, up
 from onchip.backends.cuda.packed import STEPS_OF_ROW, PackedGeometry
 from onchip.backends.cuda.registers import NAMED, REGISTERS, available, held
+from onchip.backends.cuda.totals import workspace_bytes
 from onchip.fusion.phases import WORKSPACE_BUDGET
 from onchip.fusion.refusal import Refusal, Rule
 
@@ -135,9 +136,10 @@ def _first(g: Geometry, checks: Checks, shared_bytes: int) -> Refusal | None:
     for wrong, text in [*checks, *common]:
         if wrong:
             return Refusal(Rule.CONTRACTION_FORM, name, text)
-    if g.workspace_bytes > WORKSPACE_BUDGET:
-        text = f"{g.workspace_bytes:,} bytes of tiles' totals, of {WORKSPACE_BUDGET:,}"
-        return Refusal(Rule.WORKSPACE, name, text, {"workspace_bytes": g.workspace_bytes})
+    workspace = workspace_bytes(g)
+    if workspace > WORKSPACE_BUDGET:
+        text = f"{workspace:,} bytes of tiles' totals, of {WORKSPACE_BUDGET:,}"
+        return Refusal(Rule.WORKSPACE, name, text, {"workspace_bytes": workspace})
     if g.shared_bytes > shared_bytes:
         text = f"{g.shared_bytes:,} bytes of {shared_bytes:,}"
         return Refusal(Rule.SHARED_MEMORY, name, text, {"shared_bytes": g.shared_bytes})

@@ -31,8 +31,8 @@ class Further:
 @dataclass(frozen=True, eq=False, slots=True)
 class CudaSource:
     """Generated text (what it includes lies in `include/`) and how to run it: a launch of the
-    function `name`, and those of `further`. The kernel's pointers are those of `inputs`, `outputs` and `workspace`, in this
-    order; `parameters` say what the function takes.
+    function `name`, then those of `further`. The kernel's pointers are those of `inputs`, `outputs`
+    and `workspace`, in this order; `parameters` say what the function takes.
 
     programs, threads, shared_bytes   of the launch (shared memory is asked for at run time)
     waits       before its first access to memory each launch waits for the one before it

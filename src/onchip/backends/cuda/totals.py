@@ -1,9 +1,10 @@
-"""The second launch of a kernel with totals: its text and its size (include/onchip/totals.cuh)."""
+"""Totals over positions: what tiles hand on, and the second launch of a kernel, which folds it: its
+text and its size (include/onchip/totals.cuh)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import ceil
+from math import ceil, prod
 
 from onchip.backends.cuda.epilogue import finals_text
 from onchip.backends.cuda.geometry import Geometry
@@ -19,19 +20,35 @@ EACH = 4  # tiles that a warp folds, at least, before there are more warps
 FOLDS = {"max": "'M'", "min": "'m'", "sum": "'s'", "": "0"}  # as device code calls them
 
 
+def kept(g: Geometry) -> int:
+    """Positions that have totals of their own."""
+    return prod(n for n, line in zip(g.tiles, g.problem.lines, strict=True) if line.apart)
+
+
+def folded_tiles(g: Geometry) -> int:
+    """Tiles of positions that a total is folded from."""
+    return g.position_tiles // kept(g)
+
+
+def workspace_bytes(g: Geometry) -> int:
+    """What tiles have of all totals."""
+    p = g.problem
+    return 4 * len(p.totals) * p.batch * g.position_tiles * p.features
+
+
 def warps(g: Geometry) -> int:
     """Of a program."""
-    return max(min(g.folded_tiles // EACH, MOST_WARPS), 1)
+    return max(min(folded_tiles(g) // EACH, MOST_WARPS), 1)
 
 
 def programs(g: Geometry) -> int:
-    return ceil(g.problem.features / LANES) * g.kept * g.problem.batch
+    return ceil(g.problem.features / LANES) * kept(g) * g.problem.batch
 
 
 def sizes(g: Geometry) -> dict[str, int]:
     """Sizes that both launches have."""
     return {
-        "TOTALS": len(g.problem.totals), "KEPT": g.kept, "FOLDED_TILES": g.folded_tiles,
+        "TOTALS": len(g.problem.totals), "KEPT": kept(g), "FOLDED_TILES": folded_tiles(g),
         "TOTAL_WARPS": warps(g),
     }  # fmt: skip
 
