@@ -58,7 +58,7 @@ ODD = ("statistics", "extremes_of_pictures")  # also with NaN and infinities
 def ran(p: Prepared, c: Config, given: Sequence[torch.Tensor], folder: Path) -> list[torch.Tensor]:
     """The results of a kernel, in the module's order. The workspace holds NaN before."""
     k = p.candidate(c)
-    held = p.held | dict(zip(p.inputs, given, strict=True))
+    held = {**p.held, **dict(zip(p.inputs, given, strict=True))}
     memory = [laid_out(held[t], k.strides[t]) for t in k.inputs]
     for d in k.derived:
         x = d.compute([p.held[t] for t in d.sources])
@@ -79,7 +79,9 @@ def laid_out(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-@pytest.mark.parametrize("name, make", [*((n, integers) for n in RUNS), *((n, odd) for n in ODD)])
+@pytest.mark.parametrize(
+    ("name", "make"), [*((n, integers) for n in RUNS), *((n, odd) for n in ODD)]
+)
 def test_totals_are_atens(name: str, make, tmp_path: Path) -> None:
     p = prepare(CASES[name])
     given = make(p)

@@ -86,10 +86,10 @@ def finals_text(
 ) -> str:
     """The functions of a problem's finals, as epilogue_text has those of results."""
     shared = _Shared(pointer, strides, False, {})
-    totals = {t.var: f"total[{n}]" for n, t in enumerate(p.totals)}
+    totals: dict[Expr, str] = {t.var: f"total[{n}]" for n, t in enumerate(p.totals)}
     parts = []
     for n, r in enumerate(p.finals):
-        own = _Function(shared, _places(p, False), dict(totals))
+        own = _Function(shared, _places(p, False), totals.copy())
         text = own.value(r.value)
         head = (
             f"float final{n}(const Args& a, const float (&total)[{len(totals)}], const Place& at)"

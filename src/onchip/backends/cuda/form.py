@@ -27,6 +27,7 @@ from onchip.backends.cuda.form_operands import (
 from onchip.backends.cuda.form_results import (
     Output,
     Outputs,
+    Partial,
     Product,
     Window,
     find_product,
@@ -69,20 +70,19 @@ def problem_of(
 
 
 def _outputs(region: Region, product: Product) -> Outputs:
-    """The results; what folds more positions than a tile has, or several things, are totals."""
+    """The results; folds of more positions than a tile has, or of several values, are totals."""
     try:
-        outputs = outputs_of(region, product)
-    except Unfit as unfit:
-        try:
-            return outputs_of(region, product, totals=True)
-        except Unfit:
-            raise unfit from None
-    if prod(w.window for w in outputs.windows.values()) <= MOST_WINDOW:
-        return outputs
+        outputs, unfit = outputs_of(region, product), None
+        if prod(w.window for w in outputs.windows.values()) <= MOST_WINDOW:
+            return outputs
+    except Unfit as error:
+        outputs, unfit = None, error
     try:
         return outputs_of(region, product, totals=True)
-    except Unfit:
-        return outputs
+    except Unfit as error:
+        if outputs is not None:
+            return outputs
+        raise (unfit if unfit and isinstance(error, Partial) else error) from None
 
 
 class _Form:

@@ -158,18 +158,18 @@ class _Reader:
         folds = [r for r in reduces(body) if self._elements(r)]
         if len(folds) < len(reduces(body)):
             raise Unfit(t.name, "it folds values that are not of the product")
-        value = rewrite(body, lambda x: self._folds_to(t, x) if x in folds else None)
-        alone = self._elements(value)
+        alone = self._elements(rewrite(body, lambda x: ACC if x in folds else None))
         if folds and alone:
             raise Unfit(t.name, "it reads the product both element by element and folded")
         if not folds and not alone:
             raise Unfit(t.name, "it does not depend on the product")
         if folds:
+            value = rewrite(body, lambda x: self._folds_to(t, x) if x in folds else None)
             places, *_ = [self._places(t, r, s.loops) for r in folds]  # they must be alike
         else:
             index = self._common(t, alone)
             places = inverse(index, self.product.axes, self.product.tensor.shape)
-            value = rewrite(value, lambda x: ACC if x in alone else None)
+            value = rewrite(body, lambda x: ACC if x in alone else None)
         if places is None:
             raise Unfit(t.name, "it does not hold each element of the product once")
         left = [a for a in s.loops if a.extent > 1 and a not in places]
@@ -288,6 +288,10 @@ class _Reader:
                 tests.remove(x)
 
 
+class Partial(Unfit):
+    """A fold is not over all positions along some axes: a window, if anything."""
+
+
 class _Totals(_Reader):
     """Folds over all positions along some axes of the product, the same ones for all."""
 
@@ -305,7 +309,7 @@ class _Totals(_Reader):
         self.summed = summed
         inside = inverse(list(own.values()), list(own), [a.extent for a in own])
         if inside is None or set(r.axes) != inside.keys():
-            raise Unfit(t.name, "a fold of more positions than a tile has is not over all of them")
+            raise Partial(t.name, "a fold of some of the positions along an axis")
         kept = self._kept(index)
         if kept is None:
             raise Unfit(t.name, "it does not hold each element of the product once")
