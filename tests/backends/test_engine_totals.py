@@ -48,6 +48,7 @@ RUNS = {
     "extremes_of_pictures": Config((8, 5, 1), 1, blocks=2, x_stages=2, w_stages=3),
     "residual_and_its_sums": Config((16, 5, 1), 0, x_stages=2, w_stages=3, r_stages=2),
     "three_channels_statistics": Config((16, 4, 1), 0, teams=2, x_stages=8),
+    "sums_of_groups_half": Config((8, 5, 1), 1, x_stages=2, w_stages=3),
     "column_sums": Config((64,), 0, split=2, teams=2, x_stages=3, w_stages=3),
     "mean_of_sequences": Config((64, 1), 0, split=2, x_stages=3, w_stages=3),
     "statistics_finished": Config((8, 5, 1), 1, teams=2, x_stages=2, w_stages=3),

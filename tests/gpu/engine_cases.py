@@ -456,6 +456,17 @@ def three_channels_statistics():
     return Fn(f, c=conv(3, 64, 5, stride=2, padding=2)), image(2, 3, 33, 41)
 
 
+@case(Config((8, 5, 1), 1, x_stages=2, w_stages=3))
+def sums_of_groups_half():
+    own = conv(128, 80, 3, groups=2, dtype=FP16)
+
+    def f(s, x):
+        y = s.c(x)
+        return y.sum((0, 2, 3)) / 64, y.amax((0, 2, 3))
+
+    return Fn(f, c=own), image(3, 128, 11, 12, dtype=FP16)
+
+
 @case(
     Config((64,), 0, split=2, teams=2, x_stages=3, w_stages=3),
     Config((96,), 0, x_stages=3, w_stages=3),
