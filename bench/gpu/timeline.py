@@ -12,6 +12,7 @@ from the program's first mark to this turn's first, then from mark to mark.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from bench.gpu import kernels, measure, region  # noqa: E402
 
 from onchip.backends.nvidia.build import Built  # noqa: E402
 
-PLACES, WARPS = 8, 32
+PLACES, WARPS = 9, 32
 
 
 def main() -> int:
@@ -75,10 +76,10 @@ def show(kept: torch.Tensor, warps: int) -> None:
             if not found:
                 continue
             text = f"{found[0][0] - start:8d} [{found[0][1]}]"
-            for (a, _), (b, place) in zip(found, found[1:], strict=False):
+            for (a, _), (b, place) in itertools.pairwise(found):
                 text += f" {b - a:6d} [{place}]"
             lines.append(f"  turn {turn}: {text}")
-        if warp % 4 == 0 or lines and not before:  # of a warpgroup, the first warp
+        if warp % 4 == 0 or (lines and not before):  # of a warpgroup, the first warp
             print("\n".join([f"warp {warp}", *lines]))
         before = "shown" if lines else ""
 

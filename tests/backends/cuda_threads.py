@@ -19,9 +19,9 @@ KINDS = {"bf16": "b", "f16": "h", "tf32": "t"}
 
 
 def run(source: CudaSource, x: int, memory: Sequence[torch.Tensor], folder: Path) -> None:
-    """Runs the programs of each launch one after the other; results are written to `memory`, the
-    kernel's inputs, outputs and workspace (bytes) as they lie, of which the x-th is what threads
-    copy. Raises AssertionError with what stopped a program."""
+    """Runs the clusters of programs of each launch one after the other; results are written to
+    `memory`, the kernel's inputs, outputs and workspace (bytes) as they lie, of which the x-th is
+    what threads copy. Raises AssertionError with what stopped a program."""
     for n, part in enumerate((source, *source.further)):
         _launch(source, part, n, x, memory, folder)
 
@@ -30,14 +30,9 @@ def _launch(
     source: CudaSource, part: CudaSource | Further, number: int, x: int,
     memory: Sequence[torch.Tensor], folder: Path,
 ) -> None:  # fmt: skip
-    found = re.search(r"DEVICE void product\(float \(&d\)\[(\d+)\].*?\n\}", source.text, re.S)
+    instruction = r"DEVICE void product\(float \(&d\)\[(\d+)\].*?\n\}"
+    on_host, found = re.subn(instruction, _product, source.text, flags=re.S)
     assert found, "a kernel multiplies"
-    kind = KINDS[re.findall(r"\.f32\.(\w+)\.", found[0])[0]]
-    inner = str("1, 1, 1, 0;" in found[0]).lower()
-    takes, call = "u64 a", f"multiply_here<'{kind}', {found[1]}, {inner}>(d, a, b, add);"
-    if "const u32 (&a)[4]" in found[0]:
-        takes, call = "const u32 (&a)[4]", f"multiply_held<{found[1]}>(d, a, b, add);"
-    here = f"DEVICE void product(float (&d)[{found[1]}], {takes}, u64 b, u32 add) {{ {call} }}"
     names, head, args = [], [], []
     for n, t in enumerate(memory):
         names.append(folder / f"{n}.bin")
@@ -60,11 +55,11 @@ def _launch(
     written = range(len(source.inputs), len(memory))
     main = MAIN.format(
         head="\n    ".join(head), programs=part.programs, threads=part.threads,
-        call=f"{part.name}({', '.join(args)})",
+        call=f"{part.name}({', '.join(args)})", cluster=1 if number else source.cluster,
         tail="\n    ".join(f'write(p{n}, "{names[n]}", {memory[n].nbytes});' for n in written),
     )  # fmt: skip
     text, made = folder / "kernel.cpp", folder / "kernel"
-    text.write_text(source.text.replace(found[0], here) + main)
+    text.write_text(on_host + main)
     flags = ["-std=c++20", "-O1", "-w", "-pthread", f"-I{HOST}", f"-I{INCLUDE}"]
     flags += [f"-DONCHIP_LAUNCH={number}"] * (number > 0)
     built = subprocess.run(
@@ -76,6 +71,16 @@ def _launch(
     for n in written:
         data = torch.frombuffer(bytearray(names[n].read_bytes()), dtype=memory[n].dtype)
         memory[n].copy_(data.view(memory[n].shape))
+
+
+def _product(found: re.Match[str]) -> str:
+    """An instruction's function for the host."""
+    kind = KINDS[re.findall(r"\.f32\.(\w+)\.", found[0])[0]]
+    inner = str("1, 1, 1, 0;" in found[0]).lower()
+    takes, call = "u64 a", f"multiply_here<'{kind}', {found[1]}, {inner}>(d, a, b, add);"
+    if "const u32 (&a)[4]" in found[0]:
+        takes, call = "const u32 (&a)[4]", f"multiply_held<'{kind}', {found[1]}>(d, a, b, add);"
+    return f"DEVICE void product(float (&d)[{found[1]}], {takes}, u64 b, u32 add) {{ {call} }}"
 
 
 def _list(values: Sequence[int]) -> str:
@@ -97,13 +102,13 @@ static void write(const char* p, const char* name, long n) {{
 }}
 int main() {{
     {head}
-    gridDim.x = {programs}, blockDim.x = {threads};
-    for (int program = 0; program < gridDim.x; program++) {{
+    gridDim.x = {programs}, blockDim.x = {threads}, cluster_size = {cluster};
+    for (int program = 0; program < gridDim.x; program += cluster_size) {{
         std::memset(shared_bytes, 0xFF, sizeof shared_bytes);
         std::vector<std::thread> threads;
-        for (int n = 0; n < blockDim.x; n++)
+        for (int n = 0; n < cluster_size * blockDim.x; n++)
             threads.emplace_back([&, n] {{
-                threadIdx.x = n, blockIdx.x = program;
+                rank = n / blockDim.x, threadIdx.x = n % blockDim.x, blockIdx.x = program + rank;
                 {call};
             }});
         for (std::thread& t : threads) t.join();

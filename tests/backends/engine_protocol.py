@@ -11,6 +11,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 
 from onchip.backends.cuda.geometry import Geometry
+from onchip.backends.cuda.parts import at_once
 
 Wait = tuple["Barrier", int]  # until its phase of this number is complete
 Place = tuple[int, int]  # (tile, chunk or step of it)
@@ -63,12 +64,23 @@ class Ring:
 
 class Rings:
     """One program of `tiles` tiles. turns: a team begins a tile's products when those of the tile
-    before have ended; in_place: a tile of reads is free when its team has the next one."""
+    before have ended; in_place: a tile of reads is free when its team has the next one. Of programs
+    that share a tile, the `part`-th, which has one tile; with slots for all of it, two threads
+    fetch, one each operand."""
 
-    def __init__(self, g: Geometry, tiles: int, turns: bool) -> None:
+    def __init__(self, g: Geometry, tiles: int, turns: bool, part: int = 0) -> None:
         c = g.config
         self.teams, self.split, self.tiles, self.turns = c.teams, c.split, tiles, turns
-        self.chunks, self.steps, self.in_place = g.chunks * len(g.phases), g.steps, g.in_place
+        self.in_place = g.in_place
+        first, last = (n * g.steps // c.k_split for n in (part, part + 1))
+        # the steps of each chunk and phase, numbered from 0
+        taps, walk, end = [len(phase.taps) for phase in g.phases], [], 0
+        for n in taps * g.chunks:
+            begin, end = end, end + n
+            walk.append(range(max(begin, first) - first, min(end, last) - first))
+        self.walk = [steps for steps in walk if len(steps)]
+        self.chunks, self.steps = len(self.walk), last - first
+        self.apart = at_once(g)
         self.r = Ring(g.r_stages, c.split) if g.r_stages else None
         self.x = Ring(c.x_stages, c.split)
         self.w = Ring(c.w_stages, c.split) if c.w_stages else None
@@ -83,21 +95,19 @@ class Rings:
         slot.holds, slot.readers = None, ring.readers
         self.copies.append((slot, what))
 
-    def producer(self) -> Generator[Wait]:
+    def producer(self, inputs: bool = True, weights: bool = True) -> Generator[Wait]:
         for tile in range(self.tiles):
             for chunk in range(self.chunks):
-                yield from self.fill(self.x, tile * self.chunks + chunk, (tile, chunk))
-                for step in self.of(chunk):
-                    if self.w:
+                if inputs:
+                    yield from self.fill(self.x, tile * self.chunks + chunk, (tile, chunk))
+                for step in self.walk[chunk]:
+                    if self.w and weights:
                         yield from self.fill(self.w, tile * self.steps + step, (tile, step))
 
     def reader(self) -> Generator[Wait]:
         for tile in range(self.tiles):
             if self.r:
                 yield from self.fill(self.r, tile, (tile, 0))
-
-    def of(self, chunk: int) -> range:
-        return range(chunk * self.steps // self.chunks, (chunk + 1) * self.steps // self.chunks)
 
     def held(self, ring: Ring, number: int, what: Place) -> Generator[Wait, None, Slot]:
         slot = ring.slot(number)
@@ -120,7 +130,7 @@ class Rings:
             last_x = last_w = None
             for chunk in range(self.chunks):
                 x = yield from self.held(self.x, tile * self.chunks + chunk, (tile, chunk))
-                for step in self.of(chunk):
+                for step in self.walk[chunk]:
                     w = None
                     if self.w:
                         w = yield from self.held(self.w, tile * self.steps + step, (tile, step))
@@ -154,7 +164,8 @@ class Rings:
         """One schedule: processes and copies by random preference, which changes now and then, so
         that some fall far behind. Raises Wrong."""
         chance = random.Random(seed)
-        processes: list[Generator[Wait | int]] = [self.producer()]
+        each = [(True, False), (False, True)] if self.apart else [(True, True)]
+        processes: list[Generator[Wait | int]] = [self.producer(*who) for who in each]
         processes += [self.reader()] * bool(self.r)
         processes += [self.warpgroup(t) for t in range(self.teams) for _ in range(self.split)]
         waits: dict[Generator, Wait | int] = {p: next(p) for p in processes}

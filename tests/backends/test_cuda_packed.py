@@ -85,6 +85,14 @@ CASES = {
         lambda: Layer(nn.Conv2d(2, 64, 4, 1, 1)), lambda: image(2, 2, 11, 15, dtype=torch.float16),
         Config((16, 2, 1), 0, teams=2, x_stages=6),
     ),
+    "chunks that zeros fill up": (  # a run of 100 elements in two chunks
+        lambda: Layer(nn.Conv2d(1, 96, (100, 1), (4, 1)), nn.MaxPool2d((2, 1)), (0, 0, 50, 50)),
+        lambda: image(2, 1, 288, 1), Config((24, 1), 0, teams=2, x_stages=9),
+    ),
+    "float16, rows handed on": (
+        lambda: Layer(nn.Conv2d(3, 64, 7, 2, 3), overlapping()),
+        lambda: image(1, 3, 21, 64, dtype=torch.float16), Config((32, 2), 0, teams=2, x_stages=6),
+    ),
     "one channel, a long filter": (
         lambda: Layer(nn.Conv2d(1, 96, (128, 1), (4, 1)), nn.MaxPool2d((2, 1)), (0, 0, 62, 62)),
         lambda: image(3, 1, 256, 1), Config((32, 1), 0, teams=2, x_stages=3),

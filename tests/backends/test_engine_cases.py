@@ -12,6 +12,8 @@ from tests.gpu.engine_cases import CASES, FEW, Prepared, prepare
 from onchip.backends.cuda.geometry import Geometry
 from onchip.backends.cuda.limits import refusal
 from onchip.backends.cuda.packed import PackedGeometry
+from onchip.backends.cuda.parts import at_once
+from onchip.backends.cuda.registers import launched
 from onchip.backends.cuda.totals import folded_tiles, warps
 
 prepared = cache(lambda name: prepare(CASES[name]))
@@ -64,6 +66,10 @@ def facts(p: Prepared, g: Geometry) -> Iterator[str]:
         yield f"packed, {c.teams} teams"
         yield f"packed, rows of {'several chunks' if g.run_chunks > 1 else 'one chunk'}"
         yield f"packed, pairs {'across rows' if g.across_rows else 'of a row'}"
+        yield f"packed, rows by {'the copy engine' if g.whole_rows else 'threads'}"
+        yield f"packed, weights in {'registers' if g.w_held else 'shared memory'}"
+        yield f"packed, loaders {'hand on' if g.registers > launched(g) else 'keep'} registers"
+        yield f"packed, {'some' if g.loaders < g.loader_warps else 'all'} warps load"
         return  # another main loop
     yield q.kind
     yield f"along {c.along}"
@@ -73,6 +79,8 @@ def facts(p: Prepared, g: Geometry) -> Iterator[str]:
         yield f"{name} {n}"
         if n > 1:
             yield f"{name}, weights {'come by' if c.w_stages else 'stay'}"
+    if at_once(g):
+        yield "slots for all of a part"
     if c.teams > 1:
         yield f"teams {'with' if g.turns else 'without'} turns"
     yield "several strips" if len(g.strips) > 1 else "one strip"
@@ -123,9 +131,10 @@ WANTED = [
     "bf16", "fp16", "tf32", "along 0", "along 1",
     *(f"rows of {n} bytes" for n in (128, 64, 32)),
     *(f"teams {n}" for n in (1, 2, 3, 4)), *(f"split {n}" for n in (1, 2, 4)),
-    "blocks 1", "blocks 2", *(f"k_split {n}" for n in (2, 5, 8)),
+    "blocks 1", "blocks 2", *(f"k_split {n}" for n in (2, 5, 8, 9, 16)),
     *(f"{who}_shared {n}" for who in "xw" for n in (2, 4)),
     "teams, weights stay", "teams, weights come by",
+    "slots for all of a part",
     "teams with turns", "teams without turns", "several strips", "one strip",
     *(f"{n} lines" for n in (1, 2, 3, 4)), "1 results", "2 results",
     "reads in place, bf16", "reads apart, bf16", "reads in place, tf32", "1 reads", "2 reads",
@@ -152,6 +161,10 @@ WANTED = [
     "totals of tile reads", "warps with different numbers of tiles",
     "packed, rows of one chunk", "packed, rows of several chunks",
     "packed, pairs across rows", "packed, pairs of a row",
+    "packed, rows by the copy engine", "packed, rows by threads",
+    "packed, weights in registers", "packed, weights in shared memory",
+    "packed, loaders hand on registers", "packed, loaders keep registers",
+    "packed, some warps load", "packed, all warps load",
     *(f"two tiles or more for each of {n} teams" for n in (1, 2, 3, 4)),
     *(f"the same, cluster of {n}" for n in (2, 4)),
 ]  # fmt: skip

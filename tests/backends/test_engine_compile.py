@@ -22,6 +22,7 @@ OVERLAP = ((3, 2, 1), (3, 2, 1))
 A = Shape(32, 64, (56, 56), 64, (3, 3), pads=SAME, pool=PAIRS)
 D = Shape(32, 128, (56, 56), 128, (3, 3), pads=SAME)
 SMALL = Shape(32, 512, (7, 7), 512, (3, 3), pads=SAME)
+ONE = Shape(1, 512, (7, 7), 512, (3, 3), pads=SAME, pool=PAIRS)
 PLAIN = Shape(0, 64, (100352,), 256, (1,), residual=True)
 
 KERNELS = {
@@ -57,6 +58,13 @@ KERNELS = {
         Shape(4, 64, (29, 29), 64, (3, 3), strides=(2, 2), pads=SAME), Config((8, 15, 1), 1)
     ),
     "channels shared": (SMALL, Config((8, 7, 1), 1, x_stages=3, w_stages=8, k_split=8)),
+    "channels shared, tf32": (  # its products were serialized: sums that had no value on a path
+        replace(ONE, pool=(), kind="tf32"),
+        Config((8, 7, 1), 1, x_stages=2, w_stages=18, k_split=8),
+    ),
+    "channels shared by sixteen": (
+        SMALL, Config((8, 7, 1), 1, split=2, x_stages=2, w_stages=4, k_split=16)
+    ),
     "input shared": (SMALL, Config((8, 7, 2), 1, x_stages=3, w_stages=8, x_shared=2)),
     "weights shared": (SMALL, Config((8, 7, 2), 1, x_stages=3, w_stages=8, w_shared=2)),
     "batches, weights as they lie": (
@@ -84,7 +92,7 @@ def test_it_compiles_without_spills(name):
     check(shape, config)
 
 
-@pytest.mark.parametrize("shape", [A, D, PLAIN], ids=["A", "D", "1x1"])
+@pytest.mark.parametrize("shape", [A, D, PLAIN, ONE], ids=["A", "D", "1x1", "one picture"])
 def test_the_first_choice_compiles_without_spills(shape):
     found = configurations(contraction(shape), GPUS["h200"])
     assert isinstance(found, list)

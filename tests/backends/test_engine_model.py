@@ -13,9 +13,11 @@ from tests.backends.engine_problems import Shape, contraction, expected, values_
 from tests.backends.engine_protocol import Rings, Wrong
 from tests.backends.engine_simulator import Simulator
 
+from onchip.backends.cuda.choices import clusters_of
 from onchip.backends.cuda.geometry import Geometry
 from onchip.backends.cuda.limits import refusal
 from onchip.backends.cuda.model import MOST, Estimate, configurations
+from onchip.backends.cuda.parts import at_once, part_inputs, part_steps
 from onchip.backends.cuda.problem import Config, Problem
 from onchip.backends.cuda.registers import available, held
 from onchip.fusion.machine import GPUS, Gpu
@@ -164,6 +166,43 @@ def test_features_innermost_have_choices(s):
         assert refusal(Geometry(p, c), H200.shared_bytes) is None, c.label
 
 
+@pytest.mark.parametrize(("size", "channels"), [(7, 512), (14, 256)])
+def test_one_picture_of_many_channels_is_split_several_ways(size, channels):
+    """Each with slots for all that a program fetches."""
+    p = contraction(Shape(1, channels, (size, size), channels, (3, 3), pads=SAME))
+    found = proposed(p)[:4]
+    assert len({c.k_split for c in found}) >= 2
+    for c in found:
+        g = Geometry(p, c)
+        assert at_once(g), c.label
+        assert g.work <= clusters_of(H200, c.k_split)
+
+
+@pytest.mark.parametrize(
+    "s",
+    [
+        Shape(1, 512, (7, 7), 64, (3, 3), pads=SAME),
+        Shape(1, 192, (15, 15), 64, (3, 3), strides=(2, 2), pads=SAME),  # four phases
+        Shape(0, 1024, (8,), 64, (1,)),
+    ],
+)
+def test_what_a_part_fetches_at_most(s):
+    p = contraction(s)
+    for parts in range(1, 17):
+        c = Config((8,) + (1,) * (len(p.lines) - 1), 0, x_stages=2, w_stages=2, k_split=parts)
+        g, simulated = Geometry(p, c), Simulator(p, c, 132, values_of(p))
+        walks = [simulated.steps(simulated.tile(0, rank)) for rank in range(parts)]
+        assert part_steps(g) == max(map(len, walks))
+        assert part_inputs(g) == max(sum(first for *_, first in walk) for walk in walks)
+
+
+def test_clusters_fit_whatever_the_sizes_of_a_gpu_s_parts():
+    """132 multiprocessors in eight parts of at most 18: by hand, the worst sizes for each."""
+    found = {n: clusters_of(H200, n) for n in (1, 2, 4, 8, 9, 16)}
+    # 4: 18 x 5, 14 x 3; 8: the same; 9: 18 x 2, 16 x 6; 16: as 4
+    assert found == {1: 132, 2: 66, 4: 29, 8: 13, 9: 10, 16: 5}
+
+
 # ---- what it computes --------------------------------------------------------------------------
 
 
@@ -223,10 +262,10 @@ def test_a_wrong_shift_shows():
 
 def schedules(g: Geometry, turns: bool, count: int) -> list[str]:
     """What goes wrong in some schedules of a program of a few tiles."""
-    wrong = []
+    wrong, parts = [], g.config.k_split
     for seed in range(count):
         try:
-            Rings(g, 2 * g.config.teams + 2, turns).play(seed)
+            Rings(g, 2 * g.config.teams + 2 if parts == 1 else 1, turns, seed % parts).play(seed)
         except Wrong as found:
             wrong.append(str(found))
     return wrong

@@ -114,6 +114,8 @@ def pooled():
     Config((8, 7, 2), 1, x_stages=2, w_stages=3, w_shared=2),
     Config((8, 7, 1), 1, split=2, teams=2, x_stages=2, w_stages=4, w_shared=2),
     Config((8, 7, 1), 1, x_stages=2, w_stages=4, w_shared=4),
+    Config((8, 7, 1), 1, x_stages=1, w_stages=3, k_split=9),  # slots for all that a part fetches
+    Config((8, 7, 1), 1, split=2, x_stages=2, w_stages=2, k_split=16),
     first=6,
 )
 def features_256():
@@ -254,7 +256,7 @@ def two_channels_half():
     return S(own, nn.ReLU()), image(2, 2, 11, 15, dtype=FP16)
 
 
-@case(first=3)
+@case(Config((64, 1), 0, teams=2, x_stages=3), first=3)  # fewer slots than warps that load
 def wave_512_taps():
     own = conv(1, 128, (512, 1), stride=(4, 1), padding=(254, 0))
     return S(own, nn.ReLU(), nn.MaxPool2d((2, 1))), image(3, 1, 1024, 1)

@@ -6,16 +6,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from math import ceil, prod
 
 from onchip.backends.cuda.geometry import BLOCK, GROUP, Geometry, up
-from onchip.backends.cuda.limits import MOST_COLUMNS
+from onchip.backends.cuda.limits import MOST_CLUSTER, MOST_COLUMNS
+from onchip.backends.cuda.parts import part_inputs, part_steps
 from onchip.backends.cuda.problem import Config, Line, Problem
 from onchip.backends.cuda.registers import NAMED, available, held
 from onchip.fusion.machine import Gpu
 
-PART = 18  # multiprocessors that clusters are made of
+PART = 18  # multiprocessors that clusters are made of, at most: pairs of them
 REGISTERS = 32  # of a thread beside what it holds: no spills with up to three values of a feature
 FOLDING = 24  # further ones where positions are folded into totals, and as many beside results
 SIZES = (16, 32, 64, 96, 128, 192, 256, 416)  # positions of a patch: the best of each class ...
@@ -57,8 +59,8 @@ def _clusters(p: Problem, config: Config, gpu: Gpu) -> Iterator[Config]:
     yield config
     g = Geometry(p, config)
     if g.work * 2 <= gpu.multiprocessors:
-        for parts in (2, 4, 8, 16):
-            if config.teams == 1 and parts <= g.steps and g.work <= clusters_of(gpu, parts):
+        for parts in _parts(g.steps) if config.teams == 1 else ():
+            if g.work <= clusters_of(gpu, parts):
                 yield replace(config, k_split=parts)
     elif g.steps > 4:
         if g.position_tiles > 1:
@@ -67,9 +69,17 @@ def _clusters(p: Problem, config: Config, gpu: Gpu) -> Iterator[Config]:
             yield replace(config, x_shared=2)
 
 
+def _parts(steps: int) -> list[int]:
+    """Programs that may share a tile's steps: powers of two, and what leaves all with as many."""
+    most = min(steps, MOST_CLUSTER)
+    return [n for n in range(2, most + 1) if steps % n == 0 or n & (n - 1) == 0]
+
+
 def _rings(p: Problem, config: Config, gpu: Gpu) -> Iterator[Config]:
     """The choice with as many chunks and tiles on their way as fit shared memory: weights that
-    stay, if they fit (they are one set: one batch, all channels), else weights that come by."""
+    stay, if they fit (they are one set: one batch, all channels), else weights that come by.
+    Programs that share a tile's channels are as fast as their bytes come: slots for all of a part,
+    if they fit, so that all are asked for at once."""
     bare = replace(config, x_stages=1, w_stages=1, r_stages=0)
     g = Geometry(p, bare)
     read = g.config.split * g.read_bytes
@@ -81,8 +91,14 @@ def _rings(p: Problem, config: Config, gpu: Gpu) -> Iterator[Config]:
     left = room - g.steps * (g.w_bytes + 16)
     if p.batch == 1 and config.k_split == 1 and left >= 2 * g.x_slot:
         if g.feature_tiles <= gpu.multiprocessors and config.w_shared == 1:
-            yield from _safe(p, replace(config, x_stages=left // g.x_slot, w_stages=0))
+            stages = min(left // g.x_slot, STAGES)
+            yield from _safe(p, replace(config, x_stages=stages, w_stages=0))
         return
+    if config.k_split > 1:
+        whole = replace(config, x_stages=part_inputs(g), w_stages=part_steps(g))
+        if Geometry(p, whole).shared_bytes <= gpu.shared_bytes:
+            yield from _safe(p, whole)
+            return
     if p.taps == 1:
         stages = room // (g.x_slot + g.w_bytes)
         if stages >= 2:
@@ -98,8 +114,7 @@ def _rings(p: Problem, config: Config, gpu: Gpu) -> Iterator[Config]:
 
 
 def _safe(p: Problem, config: Config) -> Iterator[Config]:
-    """The choice with at most STAGES chunks, if its boxes lie where they may."""
-    config = replace(config, x_stages=min(config.x_stages, STAGES))
+    """The choice, if its boxes lie where they may."""
     g = Geometry(p, config)
     if g.pieces > 1 and g.x_bytes // g.pieces % BOX_BYTES:
         return
@@ -109,17 +124,25 @@ def _safe(p: Problem, config: Config) -> Iterator[Config]:
 # ---- what they share -----------------------------------------------------------------------------
 
 
-def inputs(g: Geometry) -> int:
-    """Chunks of input of a tile."""
-    return g.chunks * prod(map(len, g.lines_taps))
-
-
 def clusters_of(gpu: Gpu, programs: int) -> int:
     """Clusters of so many programs that run at once. Their multiprocessors are neighbours, of one
-    of the GPU's parts, which have 16 and some to themselves (measured: less than 32 of four)."""
+    of the GPU's parts, whose sizes nothing tells (measured: less than 32 of four): the least that
+    any sizes have room for."""
     if programs <= 2:
         return gpu.multiprocessors // programs
-    return max(gpu.multiprocessors // PART, 1) * (16 // programs)
+    return _least_clusters(gpu.multiprocessors // 2, programs)
+
+
+@cache
+def _least_clusters(pairs: int, programs: int) -> int:
+    least = {0: 0}  # clusters, by the pairs of the parts so far
+    for _ in range(ceil(2 * pairs / PART)):
+        more: dict[int, int] = {}
+        for (n, count), size in product(least.items(), range(PART // 2 + 1)):
+            found = count + 2 * size // programs
+            more[n + size] = min(found, more.get(n + size, found))
+        least = more
+    return least[pairs]
 
 
 # ---- patches -----------------------------------------------------------------------------------

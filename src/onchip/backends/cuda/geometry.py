@@ -16,6 +16,7 @@ GROUP = 8  # positions that lie side by side, row by row, for one instruction
 BLOCK = 64  # features of one instruction
 STEP_BYTES = 32  # of channels that one instruction multiplies
 LINE_BYTES = 128  # of a row of a tile of results
+BUNDLE = 512  # bytes of sums, 16 of each thread of a warp
 ALIGNED = 1024  # bytes, where a permuted tile may start
 MOST_BOX = 256  # elements of one copy along a dimension
 
@@ -325,11 +326,10 @@ class Geometry:
 
     @cached_property
     def in_place(self) -> bool:
-        """The one result takes the place of the first read, which totals don't need after it."""
+        """The one result takes the place of the first read; totals read it after that."""
         sizes = [r.tensor.dtype.size for r in self.problem.results if r.tile]
-        first = [r.tensor.dtype.size for r in self.tile_reads[:1]]
-        alone = len(self.problem.results) == 1 and not self.problem.totals
-        return alone and sizes == first
+        first = [r.tensor.dtype.size for r in self.tile_reads[:1] if not self.problem.totals]
+        return len(self.problem.results) == 1 and sizes == first
 
     @cached_property
     def tile_bytes(self) -> int:
@@ -366,13 +366,13 @@ class Geometry:
 
     @property
     def barriers(self) -> int:
-        """Of 8 bytes each: full and empty for every slot, a turn for each team, one for each
-        warpgroup that adds up; where operands are split, one for each chunk and each warpgroup's
-        turn in its team."""
+        """Of 8 bytes each: full and empty for every slot, a turn for each team; two where programs
+        add up; where operands are split, one for each chunk and each warpgroup's turn in its
+        team."""
         c = self.config
         split = c.x_stages + self.warpgroups if self.problem.splits else 0
         rings = 2 * (c.x_stages + self.w_tiles + self.r_stages)
-        return rings + c.teams + c.teams * c.split + split
+        return rings + c.teams + 2 * (c.k_split > 1) + split
 
     @property
     def shared_bytes(self) -> int:
@@ -384,14 +384,18 @@ class Geometry:
             + c.x_stages * self.x_slot
             + c.teams * c.split * self.tile_bytes
             + self.r_stages * c.split * self.read_bytes
+            + self.exchange_bytes
             + 8 * self.barriers
         )
 
     @property
-    def operand_bytes(self) -> int:
-        return self.w_tiles * self.w_bytes + self.config.x_stages * self.x_slot
+    def sums_bytes(self) -> int:
+        """Of a program's sums of a tile."""
+        return self.config.split * self.accumulators * 128 * 4
 
     @property
-    def partial_bytes(self) -> int:
-        """Of a program's sums, where programs share a tile."""
-        return self.config.split * self.accumulators * 128 * 4
+    def exchange_bytes(self) -> int:
+        """Where programs share a tile: of the sums that each of them sends a program, its share of
+        a tile's in bundles of a warp, and of all shares when they have been added up."""
+        parts, bundles = self.config.k_split, self.sums_bytes // BUNDLE
+        return BUNDLE * (parts * ceil(bundles / parts) + bundles) if parts > 1 else 0

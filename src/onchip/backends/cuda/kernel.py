@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from math import ceil, prod
 
-from onchip.backends.cuda import totals
+from onchip.backends.cuda import packed_sizes, totals
 from onchip.backends.cuda.epilogue import epilogue_text
 from onchip.backends.cuda.geometry import BLOCK, GROUP, Geometry
 from onchip.backends.cuda.limits import refusal
 from onchip.backends.cuda.maps import Maps
 from onchip.backends.cuda.packed import PackedGeometry, geometry
+from onchip.backends.cuda.parts import at_once
 from onchip.backends.cuda.problem import Config, Line, Problem
 from onchip.backends.cuda.registers import HELPING, available, handed_on, part_groups
 from onchip.backends.cuda.source import CudaSource, Further, Pointer, Strides
@@ -90,6 +91,8 @@ class _Emitter:
         maps += [seen.tile(r.tensor, r.index, r.pooled) for r in tiled]
         maps += [seen.tile(r.tensor, r.index, p.pools) for r in self.reads]
         pointers = tuple(Pointer(n) for n in range(len(self.numbers) + bool(p.totals)))
+        # the engine's own loop stands beside the packed form's, and has its instruction
+        held = (False, True) if self.rows and self.rows.w_held else (p.splits,)
         text = "\n\n".join(
             [
                 "".join(f"// {line}\n" for line in self.comment.splitlines())
@@ -102,7 +105,7 @@ class _Emitter:
                 *["#ifndef ONCHIP_LAUNCH"] * bool(p.totals),
                 self.epilogue.text,
                 self._dispatch(),
-                self._product(),
+                *map(self._product, held),
                 *self._engine(),
                 self._function(len(tiled)),
                 *self._second(),
@@ -184,13 +187,15 @@ class _Emitter:
             "HELPING": HELPING, "REGISTERS": available(g) * handed_on(g),
             "FEATURES": p.features, "FEATURE_TILES": g.feature_tiles, "FEATURE_GROUP": near,
             "BATCH": p.batch, "POSITION_TILES": g.position_tiles, "WORK": g.work,
-            "CLUSTER": c.cluster, "K_SPLIT": c.k_split,
+            "CLUSTER": c.cluster, "K_SPLIT": c.k_split, 
+            "EXCHANGE_BYTES": g.exchange_bytes, "AT_ONCE": int(at_once(g)),
             "X_SHARED": c.x_shared, "W_SHARED": c.w_shared, "TURNS": int(g.turns),
             "TILE_BYTES": g.tile_bytes, "READ_BYTES": g.read_bytes, "R_STAGES": g.r_stages,
             "IN_PLACE": int(g.in_place),
             "TILE_RANK": 1 + len(p.lines) + (p.batch > 1),
             "READS": len(reads), "READ_TX": read,
             "RESULTS": len(p.results), "STAGED": int(g.staged), "WIDE": int(g.wide),
+            "FOLDED": int(g.carried),
         }  # fmt: skip
         scalars |= totals.sizes(g)
         half = any(r.tensor.dtype is DType.F16 for r in (*p.results, *p.reads))
@@ -233,8 +238,8 @@ class _Emitter:
         """The main loop, with the sizes that it alone has."""
         if self.rows is None:
             return ("#include <onchip/engine.cuh>",)
-        sizes = [f"constexpr int {k} = {v};" for k, v in self.rows.constants.items()]
-        arrays = self.rows.tables.items()
+        sizes = [f"constexpr int {k} = {v};" for k, v in packed_sizes.constants(self.rows).items()]
+        arrays = packed_sizes.tables(self.rows).items()
         sizes += [f"__device__ constexpr int {k}[] = {_list(v)};" for k, v in arrays]
         text = "namespace packed_cfg {\n" + "\n".join(sizes) + "\n}"
         return text, "#include <onchip/packed.cuh>"
@@ -295,26 +300,26 @@ class _Emitter:
             ]
         )
 
-    def _product(self) -> str:
+    def _product(self, held: bool) -> str:
         """One instruction: 64 features by the columns of a strip (or of a part of it), 32 bytes of
-        channels. Weights that are split come from registers."""
+        channels. held: weights come from registers."""
         p, g = self.p, self.g
         n = GROUP * part_groups(g) if p.splits else g.columns
         kind, depth = INSTRUCTIONS[p.kind]
         half = n // 2
         regs = ", ".join(f"%{i}" for i in range(half))
         outs = ", ".join(f'"+f"(d[{i}])' for i in range(half))
-        order = "" if p.size == 4 else f", {int(p.w_features_inner)}, 0"
-        takes, words = ("const u32 (&a)[4]", 4) if p.splits else ("u64 a", 1)
+        order = "" if p.size == 4 else ", 0" if held else f", {int(p.w_features_inner)}, 0"
+        takes, words = ("const u32 (&a)[4]", 4) if held else ("u64 a", 1)
         a = ", ".join(f"%{half + i}" for i in range(words))
-        given = ", ".join(f'"r"(a[{i}])' for i in range(words)) if p.splits else '"l"(a)'
+        given = ", ".join(f'"r"(a[{i}])' for i in range(words)) if held else '"l"(a)'
         return (
             f"DEVICE void product(float (&d)[{half}], {takes}, u64 b, u32 add) {{\n"
             f'    asm volatile(\n        "{{\\n.reg .pred p;\\n'
             f'setp.ne.u32 p, %{half + words + 1}, 0;\\n"\n'
             f'        "wgmma.mma_async.sync.aligned.m{BLOCK}n{n}k{depth}.f32.{kind}.{kind} "\n'
             f'        "{{{regs}}}, "\n'
-            f'        "{f"{{{a}}}" if p.splits else a}, %{half + words}, p, 1, 1{order};\\n}}"\n'
+            f'        "{f"{{{a}}}" if held else a}, %{half + words}, p, 1, 1{order};\\n}}"\n'
             f'        : {outs}\n        : {given}, "l"(b), "r"(add));\n}}'
         )
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onchip.backends.cuda.geometry import GROUP, LINE_BYTES, MOST_BOX, Geometry, up
+from onchip.backends.cuda.geometry import GROUP, LINE_BYTES, MOST_BOX, Geometry
 from onchip.backends.cuda.packed import STEPS_OF_ROW, PackedGeometry
-from onchip.backends.cuda.registers import NAMED, REGISTERS, available, held
+from onchip.backends.cuda.parts import part_inputs, part_steps
+from onchip.backends.cuda.registers import available, held
 from onchip.backends.cuda.totals import workspace_bytes
 from onchip.fusion.phases import WORKSPACE_BUDGET
 from onchip.fusion.refusal import Refusal, Rule
@@ -14,8 +15,8 @@ from onchip.fusion.refusal import Refusal, Rule
 MOST_COLUMNS = 256  # of one instruction (PTX ISA, wgmma)
 MOST_CLUSTER = 16  # programs of a cluster
 MOST_THREADS = 1024
+WARP = 32  # lanes, each of which gives back a slot
 OTHERS = 32  # registers of a thread beside its sums, at least
-PACKED_OTHERS = 40  # the same in the packed form, which folds neighbours' windows
 
 Checks = Sequence[tuple[object, str]]  # (wrong, why)
 
@@ -42,7 +43,7 @@ def refusal(g: Geometry, shared_bytes: int) -> Refusal | None:
         (g.threads > MOST_THREADS, f"{g.threads} threads of at most {MOST_THREADS}"),
         (
             # a slot is given back when the products of the next one have begun
-            (c.x_stages == 1 and g.chunks * len(g.phases) > 1) or (c.w_stages == 1 and g.steps > 1),
+            (c.x_stages == 1 and part_inputs(g) > 1) or (c.w_stages == 1 and part_steps(g) > 1),
             f"rings of {c.x_stages} chunks and {c.w_stages} tiles of weights",
         ),
         (
@@ -62,10 +63,6 @@ def refusal(g: Geometry, shared_bytes: int) -> Refusal | None:
         (
             c.k_split > 1 and (c.teams > 1 or c.k_split > g.steps),
             f"{g.steps} steps of {c.teams} teams split in {c.k_split}",
-        ),
-        (
-            c.k_split > 1 and g.partial_bytes > g.operand_bytes,
-            f"{g.partial_bytes} bytes of sums in the place of operands",
         ),
         (
             p.w_features_inner and (p.w_constant or p.size != 2),
@@ -88,7 +85,6 @@ def _packed(g: PackedGeometry, shared_bytes: int) -> Refusal | None:
     p, c = g.problem, g.config
     if min(g.cells) < 1:
         return _first(g, [(True, "a patch smaller than a window")], shared_bytes)
-    registers = min(REGISTERS // up(g.threads, 128) // 8 * 8, NAMED)
     others = zip(p.lines[2:], c.patch[2:], strict=True)
     checks = [
         (p.batch > 1, "a packed input of several batches"),
@@ -107,13 +103,14 @@ def _packed(g: PackedGeometry, shared_bytes: int) -> Refusal | None:
         (g.columns > MOST_COLUMNS, f"{g.columns} columns of at most {MOST_COLUMNS}"),
         (g.tile_features > MOST_BOX, f"{g.tile_features} features a tile"),
         (c.x_stages <= g.units, f"{c.x_stages} slots for tiles of {g.units}"),
+        (g.units > WARP, f"tiles of {g.units} slots"),
         (
             g.run_chunks > 1 and len(g.pairs) % STEPS_OF_ROW > 0,
             f"{len(g.pairs)} instructions a chunk",
         ),
         (
-            g.accumulators + PACKED_OTHERS > registers,
-            f"{g.accumulators} sums a thread of {registers} registers",
+            g.needed > g.registers,
+            f"{g.accumulators} sums a thread of {g.registers} registers",
         ),
         (g.threads > MOST_THREADS, f"{g.threads} threads of at most {MOST_THREADS}"),
     ]

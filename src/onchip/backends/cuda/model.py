@@ -11,10 +11,10 @@ A program goes through its tiles; what a tile takes is the most of
     turns       products and epilogue, over the teams that take turns
 
 and a kernel takes its start, the tiles of its busiest program (or all bytes of memory, if those
-take longer), a last epilogue, and what sharing a tile's channels costs: partial sums written, and
-read by one of the programs. Columns of a patch that lie outside, positions that neighbouring
-patches compute again, rows of the matrix unit without a feature and channels that fill up a chunk
-are paid for.
+take longer), a last epilogue, and what sharing a tile's channels costs: the sums twice between
+programs' memories, a share to each and all to one. Columns of a patch that lie outside, positions
+that neighbouring patches compute again, rows of the matrix unit without a feature and channels that
+fill up a chunk are paid for.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from __future__ import annotations
 from functools import cached_property
 from math import ceil, prod
 
-from onchip.backends.cuda.choices import choices, clusters_of, inputs
+from onchip.backends.cuda.choices import choices, clusters_of
 from onchip.backends.cuda.geometry import BLOCK, Geometry
 from onchip.backends.cuda.limits import refusal
+from onchip.backends.cuda.parts import at_once, part_inputs, part_steps
 from onchip.backends.cuda.problem import Config, Problem
 from onchip.fusion.machine import Gpu
 from onchip.fusion.refusal import Refusal, Rule
@@ -49,8 +50,8 @@ ALONE = 1.15  # products of one warpgroup take longer if no other fills the gaps
 EPILOGUE = 1200.0  # clocks of an epilogue's barriers and copies
 PER_SUM = 8  # instructions of an epilogue for each sum of a thread
 PER_CELL = 12  # the same for each load of a window that is folded from shared memory
-SHARING = 1.0 * CLOCKS  # three barriers of programs that share a tile
-ELSEWHERE = 16.0  # bytes a clock from and to other programs' shared memory
+SHARING = 1400.0  # clocks of two exchanges between programs, the first wait for the last one
+INTO = 32.0  # bytes a clock that come to a program's shared memory from others
 COUPLED = 1.03  # tiles of programs that wait for each other's copies
 SOFT = 16  # power of the norm by which times of a tile that overlap add up
 SOFTER = 3  # the same of loop and memory
@@ -122,18 +123,13 @@ class Estimate:
         return min(FASTEST, CACHE_BYTES * self.gpu.multiprocessors / self.programs)
 
     @cached_property
-    def steps(self) -> int:
-        """Of the program that has most of a tile."""
-        return ceil(self.geometry.steps / self.config.k_split)
-
-    @cached_property
     def products(self) -> float:
         """Clocks of a tile's products."""
         g, c = self.geometry, self.config
         times = 3 if self.problem.splits else 1  # that input is read; weights are once
         unit = times * BLOCK * g.columns * 32 / MULTIPLIED
         fed = (BLOCK + times * g.columns) * 32 / SHARED_BYTES
-        count = self.steps * g.k_steps * c.blocks * c.split * len(g.strips)
+        count = part_steps(g) * g.k_steps * c.blocks * c.split * len(g.strips)
         return count * max(unit, fed)
 
     @property
@@ -147,17 +143,14 @@ class Estimate:
         operands are split, it splits its weights and adds a step's sums."""
         g = self.geometry
         own = self.config.blocks * PER_STEP + g.accumulators if self.problem.splits else 0.0
-        return (STEP + own) * self.steps + TILE
+        return (STEP + own) * part_steps(g) + TILE
 
     @cached_property
     def traffic(self) -> float:
         """Clocks of a tile's bytes."""
         g, p, c = self.geometry, self.problem, self.config
-        chunks = inputs(g)
-        if c.k_split > 1:  # parts end within a chunk, which both of them fetch
-            chunks = min(chunks, ceil(chunks / c.k_split) + (g.chunks % c.k_split > 0))
-        fetched = chunks * g.x_bytes * max(1, LEAST_ROW / c.row_bytes)
-        weights = self.steps * g.w_bytes * (c.w_stages > 0)
+        fetched = part_inputs(g) * g.x_bytes * max(1, LEAST_ROW / c.row_bytes)
+        weights = part_steps(g) * g.w_bytes * (c.w_stages > 0)
         hot = HOT if g.steps * g.feature_tiles * p.batch * g.w_bytes <= HOT_BYTES else 1.0
         stored = sum(
             prod(g.cells if r.pooled else c.patch) * r.tensor.dtype.size for r in p.results
@@ -169,7 +162,9 @@ class Estimate:
         copied = g.x_slot // (1 + p.splits)  # low parts are not fetched
         ring = (c.x_stages - 1) * copied + max(c.w_stages - 1, 0) * g.w_bytes
         late = LATENCY + (self.splitting - SOONER) * p.splits
-        return max(clocks, (fetched + weights) / ring * late, chunks * self.splitting)
+        if at_once(g):
+            return max(clocks, part_inputs(g) * self.splitting)
+        return max(clocks, (fetched + weights) / ring * late, part_inputs(g) * self.splitting)
 
     @cached_property
     def epilogue(self) -> float:
@@ -189,10 +184,9 @@ class Estimate:
     @property
     def shared(self) -> float:
         """Clocks that programs which share a tile take to add up."""
-        c = self.config
-        if c.k_split == 1:
+        if self.config.k_split == 1:
             return 0.0
-        return SHARING + 2 * self.geometry.partial_bytes / ELSEWHERE
+        return SHARING + 2 * self.geometry.sums_bytes / INTO
 
     @property
     def memory(self) -> float:

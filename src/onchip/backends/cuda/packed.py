@@ -24,13 +24,17 @@ from onchip.backends.cuda.geometry import (
 )
 from onchip.backends.cuda.packed_weights import Order, weights
 from onchip.backends.cuda.problem import Config, Line, Problem
+from onchip.backends.cuda.registers import MOST, launched
 from onchip.ir.expr import Tensor
 
 PART_BYTES = 16
 STEPS_OF_ROW = 4  # instructions that a row of 128 bytes of weights feeds
 MOST_PARTS = 8  # of a run in a slot
-LOADER_WARPS = 4  # lay out input; more would leave those that multiply too few registers
-RAW_STAGES = {2: 6, 4: 4}  # slots' rows on their way from memory, by the size of an element
+LOADER_WARPS = 4  # lay out input; twice as many if they hand registers on to few warpgroups
+# Registers of their threads, if they hand on the others: the copy engine brings their rows, or not
+LOADING = (56, 64)
+OTHERS = 40  # registers, at least, of a thread that multiplies, beside what it holds
+RAW_STAGES = 2  # rows that each of them has, one on its way while it lays out the other
 PER_ITEM = 4  # parts, at most, of an item that a thread lays out
 AT_ONCE = 2  # items
 
@@ -224,8 +228,10 @@ class PackedGeometry(Geometry):
 
     @property
     def raw_row(self) -> int:
-        """Bytes of a row of input: what a patch's runs cover, and what is read past the last."""
-        runs = (self.config.patch[0] - 1) * self.step_bytes + self.run_parts * PART_BYTES
+        """Bytes of a row of input: what a patch's runs (of one chunk) cover, and what is read past
+        the last."""
+        chunk = min(self.run_parts, self.parts) * PART_BYTES
+        runs = (self.config.patch[0] - 1) * self.step_bytes + chunk
         read = self.raw_before * self.problem.size + runs + 4
         if self.whole_rows:
             read = max(
@@ -242,11 +248,8 @@ class PackedGeometry(Geometry):
     def whole_rows(self) -> bool:
         """The copy engine brings rows: tiles are as wide as the input, which begins and ends with
         whole parts."""
-        return self.tiles[0] == 1 and self.copy_bytes == PART_BYTES and self.start <= 0
-
-    @property
-    def raw_stages(self) -> int:
-        return RAW_STAGES[self.problem.size]
+        whole = self.tiles[0] == 1 and self.run_chunks == 1
+        return whole and self.copy_bytes == PART_BYTES and self.start <= 0
 
     @property
     def raw_aligned(self) -> int:
@@ -275,9 +278,11 @@ class PackedGeometry(Geometry):
 
     @property
     def carry_bytes(self) -> int:
-        """That a warpgroup hands on."""
-        words = self.config.blocks * self.groups * (2 if self.wide else 1)
-        return words * 128 * 4 if self.carried else 0
+        """That a warpgroup hands on: of each group of positions the two that a thread has, for two
+        features, in parts of 16 bytes."""
+        words = self.groups * 2 * (2 if self.wide else 1)
+        several = self.carried and self.config.teams > 1
+        return self.config.blocks * up(words, 4) * 128 * 4 if several else 0
 
     # ---- sizes ---------------------------------------------------------------------------------
 
@@ -286,8 +291,53 @@ class PackedGeometry(Geometry):
         return ceil(self.run_chunks * len(self.pairs) / STEPS_OF_ROW)
 
     @property
+    def loader_warps(self) -> int:
+        return LOADER_WARPS * (
+            2 if self.carried and self.warpgroups <= 2 and self.problem.size == 2 else 1
+        )
+
+    @property
+    def loaders(self) -> int:
+        """Warps that take turns at rows: no more than the ring has, since a slot's barrier tells
+        one round from the next only."""
+        return min(self.loader_warps, self.config.x_stages * self.slot_rows)
+
+    @property
+    def raw_rows(self) -> int:
+        """Of all warps, as they lie in memory."""
+        return self.loader_warps * RAW_STAGES
+
+    @property
     def threads(self) -> int:
-        return 128 * self.config.teams * self.config.split + 32 * LOADER_WARPS
+        return 128 * self.warpgroups + 32 * self.loader_warps
+
+    @property
+    def needed(self) -> int:
+        """Registers of a thread that multiplies, at least: its sums, the row above in float32 (in
+        halves it takes the place of sums), and others."""
+        above = 4 * self.groups * self.config.blocks * (self.carried and self.wide)
+        return self.accumulators + above + OTHERS
+
+    @property
+    def loading(self) -> int:
+        """Registers of a thread that loads, if it hands on others."""
+        return LOADING[not self.whole_rows]
+
+    @property
+    def registers(self) -> int:
+        """Of a thread that multiplies, with what those that load hand on: where rows are handed on,
+        since ptxas gives other forms' epilogues no more than a kernel starts with."""
+        if not self.carried:
+            return launched(self)
+        left = self.threads * launched(self) - 32 * self.loader_warps * self.loading
+        return max(min(left // (128 * self.warpgroups) // 8 * 8, MOST), launched(self))
+
+    @property
+    def w_held(self) -> bool:
+        """Weights stay in registers: shared memory then hands out the input only. Where rows are
+        handed on: other epilogues leave too few registers."""
+        words = 4 * len(self.pairs) * self.config.blocks
+        return self.carried and self.run_chunks == 1 and self.needed + words <= self.registers
 
     @property
     def work(self) -> int:
@@ -295,63 +345,19 @@ class PackedGeometry(Geometry):
 
     @property
     def barriers(self) -> int:
-        groups = self.config.teams * self.config.split
-        return self.w_tiles + 2 * self.config.x_stages + self.raw_stages + 2 * groups
+        return self.w_tiles + 2 * self.config.x_stages + self.raw_rows + 3 * self.warpgroups
 
     @property
     def shared_bytes(self) -> int:
-        groups = self.config.teams * self.config.split
         return (
             ALIGNED
             + self.w_tiles * self.w_bytes
             + self.config.x_stages * self.x_slot
-            + groups * (up(self.tile_bytes, 128) + self.carry_bytes)
+            + self.warpgroups * (up(self.tile_bytes, 128) + self.carry_bytes)
             + up(self.zero_bytes, 128)
-            + self.raw_stages * self.slot_rows * self.raw_row
+            + self.raw_rows * self.raw_row
             + 8 * self.barriers
         )
-
-    # ---- what the kernel's text says -----------------------------------------------------------
-
-    @cached_property
-    def constants(self) -> dict[str, int]:
-        """Sizes of include/packed.cuh."""
-        d = self.down
-        return {
-            "SIZE": self.problem.size, "LEAD": self.lead, "RUN": self.run,
-            "RUN_CHUNKS": self.run_chunks,
-            "PARTS": self.parts, "PART_STEP": self.part_step, "ROW_STEP": self.row_step,
-            "SLOT": self.x_slot, "ADVANCE": self.advance, "SLOT_ROWS": self.slot_rows,
-            "UNITS": self.units, "DOWN_STRIDE": d.stride, "PAIRS": len(self.pairs),
-            "WEIGHTS": self.w_tiles,
-            "ZERO_BYTES": up(self.zero_bytes, 128), "RAW_STAGES": self.raw_stages,
-            "RAW_ROW": self.raw_row, "RAW_BEFORE": self.raw_before,
-            "RAW_ALIGNED": self.raw_aligned, "COPY": self.copy_bytes, "PER_ITEM": self.per_item,
-            "AT_ONCE": AT_ONCE, "WHOLE_ROWS": int(self.whole_rows),
-            "STEP": self.step_bytes, "LOADER_WARPS": LOADER_WARPS,
-            "ROW_ELEMENTS": self.line.size * self.problem.channels, "ROWS": d.size,
-            "X_OFFSET": self.problem.x_offset, "ORIGIN": self.origin - self.lead - self.raw_before,
-            "TILE_ELEMENTS": self.hops[0] * self.line.stride * self.problem.channels,
-            "ROW_ORIGIN": -d.pad - d.lead * d.stride * (not self.carried),
-            "CARRIED": int(self.carried), "CARRY_BYTES": self.carry_bytes,
-            "POSITION_TILES": prod(self.tiles),
-        }  # fmt: skip
-
-    @cached_property
-    def tables(self) -> dict[str, list[int]]:
-        """For each pair: its row, its part, and the bytes from there to the second part (-1:
-        zeros). Then elements of memory between two elements of each line but the first."""
-        apart = []
-        for (row, j), second in self.pairs:
-            to = second and (second[0] - row) * self.row_step + (second[1] - j) * self.part_step
-            apart.append(-1 if to is None else to)
-        steps = [x.step for x in self.problem.lines[1:]]
-        return {
-            "PAIR_ROW": [row * self.down.dilation for (row, _), _ in self.pairs],
-            "PAIR_PART": [j for (_, j), _ in self.pairs],
-            "PAIR_APART": apart,
-            "X_STEP": steps + [0] * (3 - len(steps)),
-        }
 
 
 def narrow(problem: Problem) -> bool:

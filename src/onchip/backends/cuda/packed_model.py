@@ -17,6 +17,7 @@ from onchip.backends.cuda.model import (
     ALIKE,
     CLOCKS,
     EPILOGUE,
+    LATENCY,
     MOST,
     MULTIPLIED,
     PER_CELL,
@@ -25,16 +26,17 @@ from onchip.backends.cuda.model import (
     START,
     TILE,
 )
-from onchip.backends.cuda.packed import LOADER_WARPS, PackedGeometry
+from onchip.backends.cuda.packed import PackedGeometry
 from onchip.backends.cuda.problem import Config, Line, Problem
 from onchip.fusion.machine import Gpu
 from onchip.fusion.refusal import Refusal, Rule
 
-REGISTERS = 45  # of a thread beside its sums: no spills
 # Judgements:
 MOST_ROWS = 9  # of a patch
-AHEAD = 3  # tiles whose further slots are filled beyond those that a tile reads
-PER_PART = 16.0  # instructions that lay out one part
+AHEAD = 4  # tiles whose further slots are filled beyond those that a tile reads
+ROW = 350.0  # clocks of a warp for a row beside what it lays out: two waits, fences, the next copy
+PER_PAIR = 8.0  # instructions of an epilogue for each two sums whose windows are folded in halves
+PER_PART = 30.0  # clocks of a warp that lays out one part of 32 positions
 
 
 def configurations(problem: Problem, gpu: Gpu) -> list[Config] | Refusal:
@@ -66,18 +68,24 @@ def microseconds(g: PackedGeometry, gpu: Gpu) -> float:
     products = count * BLOCK * g.columns * 32 / MULTIPLIED
     rows = g.advance * g.row_step * g.run_chunks  # bytes that are laid out for a tile
     out = c.split * (g.tile_bytes + g.carry_bytes) * 2
-    shared = count * (BLOCK + g.columns) * 32 + 2 * rows + out
-    loaders = rows / 16 * PER_PART / (32 * LOADER_WARPS)
-    epilogue = EPILOGUE + PER_SUM * g.accumulators * c.split * (len(p.results) + len(p.totals))
+    shared = count * (BLOCK * (not g.w_held) + g.columns) * 32 + 2 * rows + out
+    loaders = g.advance * g.run_chunks * _row(g) / g.loaders
+    per_sum = PER_PAIR / 2 if g.carried and not g.wide else PER_SUM
+    epilogue = EPILOGUE + per_sum * g.accumulators * c.split * (len(p.results) + len(p.totals))
     if g.staged:
         loads = prod(g.cells) * prod(x.window for x in p.lines) * g.tile_features / 8
         epilogue += PER_CELL * loads / 128 * (2 if g.wide else 1)
     tiles = _most_tiles(g, gpu)
     turns = (products + TILE + epilogue) / min(c.teams, tiles)
     tile = max(products, shared / SHARED_BYTES, loaders, turns)
-    first = g.units / g.spent * rows / 16 * PER_PART / (32 * LOADER_WARPS)
+    first = LATENCY + ceil(g.units * g.slot_rows * g.run_chunks / g.loaders) * _row(g)
     waves = ceil(g.feature_tiles / gpu.multiprocessors)
     return (START + first + epilogue + waves * tiles * tile) / CLOCKS
+
+
+def _row(g: PackedGeometry) -> float:
+    """Clocks in which a warp lays out a row, for one chunk of its runs."""
+    return ROW + PER_PART * g.parts * ceil(g.columns / 32)
 
 
 def _most_tiles(g: PackedGeometry, gpu: Gpu) -> int:
@@ -95,16 +103,14 @@ def _choices(p: Problem, gpu: Gpu) -> Iterator[Config]:
     for across, high in product(_across(first, p.pools), rows):
         patch = (across, *[high] * (down is not None), *[1] * len(further[1:]))
         for (b, split), teams in product(shapes, (1, 2, 3, 4)):
-            threads = 128 * teams * split + 32 * LOADER_WARPS
-            registers = min(65536 // threads // 8 * 8, 255)
-            if threads > MOST_THREADS or b * across * high // 2 + REGISTERS > registers:
-                continue
             config = Config(patch, 0, b, split, teams)
             g = PackedGeometry(p, config)
-            if min(g.cells) < 1 or teams > _most_tiles(g, gpu):
+            if min(g.cells) < 1 or g.threads > MOST_THREADS or teams > _most_tiles(g, gpu):
+                continue
+            if g.needed > g.registers:
                 continue
             room = gpu.shared_bytes - PackedGeometry(p, replace(config, x_stages=0)).shared_bytes
-            stages = min(room // (g.x_slot + 16), g.units + AHEAD * g.spent)
+            stages = min(room // (g.x_slot + 16), (g.units + AHEAD * g.spent) * g.run_chunks)
             if stages > g.units:
                 yield replace(config, x_stages=stages)
 

@@ -35,7 +35,8 @@ class CudaSource:
     and `workspace`, in this order; `parameters` say what the function takes.
 
     programs, threads, shared_bytes   of the launch (shared memory is asked for at run time)
-    waits       before its first access to memory each launch waits for the one before it
+    waits       before its first access to memory that launches write each launch waits for the one
+                before it
     laid_out    constants among the inputs that the kernel wants with other strides than they have;
                 inputs that are derived at load (these among them) come after the others
     """

@@ -47,6 +47,22 @@ inline float minimum(float a, float b) {
     if (a != a || b != b) return NAN;
     return a == b ? (std::signbit(a) ? a : b) : a < b ? a : b;
 }
+template <class F>
+unsigned of_both(unsigned a, unsigned b, F f) {
+    return f((unsigned short)a, (unsigned short)b) | unsigned(f(a >> 16, b >> 16)) << 16;
+}
+inline unsigned maximum_bf16x2(unsigned a, unsigned b) {
+    return of_both(a, b, [](unsigned short x, unsigned short y) { return to_bf16(maximum(from_bf16(x), from_bf16(y))); });
+}
+inline unsigned minimum_bf16x2(unsigned a, unsigned b) {
+    return of_both(a, b, [](unsigned short x, unsigned short y) { return to_bf16(minimum(from_bf16(x), from_bf16(y))); });
+}
+inline unsigned maximum_fp16x2(unsigned a, unsigned b) {
+    return of_both(a, b, [](unsigned short x, unsigned short y) { return to_fp16(maximum(from_fp16(x), from_fp16(y))); });
+}
+inline unsigned minimum_fp16x2(unsigned a, unsigned b) {
+    return of_both(a, b, [](unsigned short x, unsigned short y) { return to_fp16(minimum(from_fp16(x), from_fp16(y))); });
+}
 // As far off as the instructions are, at most: 2 units.
 inline float shifted(float x, int units) {
     return std::isfinite(x) && x != 0 ? __uint_as_float(__float_as_uint(x) + units) : x;

@@ -5,6 +5,7 @@
 #pragma once
 #include <onchip/half.cuh>
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
@@ -49,8 +50,13 @@ struct TensorMap {
 
 // ---- shared memory -----------------------------------------------------------------------------
 
-constexpr u32 FIRST = 1024, BYTES = 227 << 10;
-alignas(1024) static unsigned char shared_bytes[FIRST + BYTES];
+// Of the programs of a cluster, which run together. An address may name one of them (its number + 1)
+// above the bits of a place; without, it is this program's own.
+constexpr u32 FIRST = 1024, BYTES = 227 << 10, PROGRAM = 18, MOST_CLUSTER = 16;
+static_assert(FIRST + BYTES <= 1 << PROGRAM);
+alignas(1024) static unsigned char shared_bytes[MOST_CLUSTER][FIRST + BYTES];
+static thread_local u32 rank;
+static int cluster_size = 1;
 namespace packed { unsigned char memory[1]; }
 
 // What each thread waits for, for the message of a run that stops.
@@ -58,7 +64,8 @@ struct Waiting {
     const char* volatile what;
     volatile u32 at, parity;
 };
-static Waiting waiting[1024];
+static Waiting all_waiting[MOST_CLUSTER][1024];
+#define waiting all_waiting[rank]
 
 [[noreturn]] static void stop(const char* what, u32 n) {
     std::printf("%s %u: program %d, thread %d\n", what, n, blockIdx.x, threadIdx.x);
@@ -71,10 +78,12 @@ static Waiting waiting[1024];
     std::fflush(stdout);
     std::_Exit(3);
 }
-static unsigned char* bytes_at(u32 at, u32 n, u32 aligned) {
+static unsigned char* bytes_at(u32 address, u32 n, u32 aligned) {
+    const u32 at = address & ((1 << PROGRAM) - 1), program = address >> PROGRAM ? (address >> PROGRAM) - 1 : rank;
+    if (program >= cluster_size) stop("no such program in the cluster:", program);
     if (at < FIRST || at + n > FIRST + BYTES) stop("outside of shared memory at", at);
     if (at % aligned) stop("unaligned access at", at);
-    return shared_bytes + at;
+    return shared_bytes[program] + at;
 }
 template <class T> static T& shared(u32 at) { return *(T*)bytes_at(at, sizeof(T), sizeof(T)); }
 static u32 permuted(u32 at) { return at ^ (at >> 7 & 7) << 4; }
@@ -105,11 +114,33 @@ struct Meeting {
         }
     }
 };
-static Meeting named[16], warps[32], everyone;
-static u32 exchanged[32][32];
-DEVICE void __syncwarp() { warps[threadIdx.x / 32].wait(32, "a warp does not meet", threadIdx.x / 32); }
-DEVICE void __syncthreads() { everyone.wait(blockDim.x, "a program does not meet", 0); }
-DEVICE void group_barrier(int id, int threads) { named[id].wait(threads, "a group does not meet", id); }
+struct Meetings {
+    Meeting named[16], warps[32], everyone;
+};
+static Meetings meetings[MOST_CLUSTER];
+static u32 all_exchanged[MOST_CLUSTER][32][32];
+#define exchanged all_exchanged[rank]
+DEVICE void __syncwarp() {
+    meetings[rank].warps[threadIdx.x / 32].wait(32, "a warp does not meet", threadIdx.x / 32);
+}
+DEVICE void __syncthreads() { meetings[rank].everyone.wait(blockDim.x, "a program does not meet", 0); }
+DEVICE void group_barrier(int id, int threads) {
+    meetings[rank].named[id].wait(threads, "a group does not meet", id);
+}
+DEVICE u32 cluster_rank() { return rank; }
+// Once in a kernel; clusters run one after the other.
+static std::atomic<long> arrived;
+static thread_local bool met;
+DEVICE void cluster_arrive() { arrived++; }
+DEVICE void cluster_wait() {
+    const long all = (blockIdx.x / cluster_size + 1l) * cluster_size * blockDim.x;
+    const auto start = std::chrono::steady_clock::now();
+    while (arrived < all) {
+        if (std::chrono::steady_clock::now() - start > LONGEST) stop("a cluster does not meet", 0);
+        std::this_thread::yield();
+    }
+    met = true;
+}
 template <class T> static T __shfl_sync(u32, T v, int from) {
     const int warp = threadIdx.x / 32;
     std::memcpy(&exchanged[warp][threadIdx.x % 32], &v, 4);
@@ -145,8 +176,11 @@ struct Barrier {
         changed.notify_all();
     }
 };
-static Barrier barriers[(FIRST + BYTES) / 8];
-static Barrier& barrier_at(u32 at) { return bytes_at(at, 8, 8), barriers[at / 8]; }
+static Barrier barriers[MOST_CLUSTER][(FIRST + BYTES) / 8];
+static Barrier& barrier_at(u32 address) {
+    const long at = bytes_at(address, 8, 8) - &shared_bytes[0][0];
+    return barriers[at / (FIRST + BYTES)][at % (FIRST + BYTES) / 8];
+}
 DEVICE void barrier_init(u32 at, int arrivals) {
     Barrier& b = barrier_at(at);
     b.arrivals = b.wanted = arrivals, b.bytes = 0, b.round = 0;
@@ -277,20 +311,28 @@ static void multiply_here(float (&d)[HALF], u64 a, u64 b, u32 add) {
         d[i] = sum;
     }
 }
-// The same, 64 rows from registers (PTX ISA, wgmma, fragments of .m64k8): of TF32, so that the low
-// 13 bits of words are nothing.
+// The same, 64 rows from registers (PTX ISA, wgmma, fragments of .m64k8 and .m64k16). Of words of
+// TF32 the low 13 bits are nothing.
 static float truncated(u32 word) { return __uint_as_float(word & 0xFFFFE000u); }
-template <int HALF>
+template <char KIND, int HALF>
 static void multiply_held(float (&d)[HALF], const u32 (&a)[4], u64 b, u32 add) {
     const int lane = threadIdx.x % 32;
-    float rows[2][8];
+    constexpr int DEEP = KIND == 't' ? 8 : 16;
+    float rows[2][DEEP];
     for (int q = 0; q < 4; q++)
-        for (int i = 0; i < 4; i++) rows[i % 2][q + 4 * (i / 2)] = truncated(__shfl_sync(~0u, a[i], lane / 4 * 4 + q));
+        for (int i = 0; i < 4; i++) {
+            const u32 word = __shfl_sync(~0u, a[i], lane / 4 * 4 + q);
+            float* to = &rows[i % 2][DEEP / 2 * (i / 2) + DEEP / 8 * q];
+            if constexpr (KIND == 't') *to = truncated(word);
+            else for (int e = 0; e < 2; e++) to[e] = KIND == 'b' ? onchip::from_bf16(word >> 16 * e) : onchip::from_fp16(word >> 16 * e);
+        }
     for (int i = 0; i < HALF; i++) {
         const int column = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
         float sum = add ? d[i] : 0.f;
-        for (int k = 0; k < 8; k++)
-            sum += rows[i / 2 % 2][k] * truncated(__float_as_uint(element<'t'>(b, column, k)));
+        for (int k = 0; k < DEEP; k++) {
+            const float x = element<KIND>(b, column, k);
+            sum += rows[i / 2 % 2][k] * (KIND == 't' ? truncated(__float_as_uint(x)) : x);
+        }
         d[i] = sum;
     }
 }
@@ -341,9 +383,51 @@ DEVICE uint4 load_part(u32 at) {
     std::memcpy(&v, bytes_at(at, 16, 16), 16);
     return v;
 }
+DEVICE float4 load_four(u32 at) {
+    float4 v;
+    std::memcpy(&v, bytes_at(at, 16, 16), 16);
+    return v;
+}
 DEVICE void load_words(u32 at, u32& a, u32& b) {
     bytes_at(at, 8, 8);
     a = load_word(at), b = load_word(at + 4);
+}
+
+// ---- other programs of the cluster ---------------------------------------------------------------
+
+DEVICE u32 address_in(u32 at, u32 program) { return at | (program + 1) << PROGRAM; }
+// What is sent to a program lands when it waits for it.
+struct Sent {
+    u32 there, full;
+    float4 value;
+};
+static std::mutex sending;
+static std::vector<Sent> sent[MOST_CLUSTER];
+DEVICE void send_four(u32 there, u32 full, float a, float b, float c, float d) {
+    if (!met) stop("sent to a program that may not have started, at", there);
+    if (there >> PROGRAM != full >> PROGRAM) stop("a barrier of another program than its bytes' at", full);
+    std::lock_guard<std::mutex> held(sending);
+    sent[(there >> PROGRAM) - 1].push_back({there, full, {a, b, c, d}});
+}
+DEVICE void barrier_acquire(u32 at, u32 parity) {
+    Barrier& b = barrier_at(at);
+    const auto start = std::chrono::steady_clock::now();
+    for (;;) {
+        {
+            std::lock_guard<std::mutex> held(sending);
+            for (const Sent& s : sent[rank]) {
+                std::memcpy(bytes_at(s.there, 16, 16), &s.value, 16);
+                barrier_at(s.full).step(0, -16);
+            }
+            sent[rank].clear();
+        }
+        {
+            std::lock_guard<std::mutex> held(b.lock);
+            if ((b.round & 1) != parity) return;
+        }
+        if (std::chrono::steady_clock::now() - start > LONGEST) stop("an endless wait for what is sent at", at);
+        std::this_thread::yield();
+    }
 }
 
 // ---- element types -----------------------------------------------------------------------------
@@ -355,12 +439,7 @@ DEVICE u32 rounded_tf32(u32 x) { return (x & 0x7F800000) == 0x7F800000 ? x : (x 
 // ---- what the packed form does not use ---------------------------------------------------------
 
 static u32 unused() { stop("no host version of this function", 0); }
-DEVICE u32 cluster_rank() { return unused(); }
 DEVICE void cluster_barrier() { unused(); }
 DEVICE void barrier_arrive_at(u32, u32) { unused(); }
-DEVICE void barrier_release_at(u32, u32) { unused(); }
-DEVICE void barrier_acquire(u32, u32) { unused(); }
 template <int RANK>
 DEVICE void spread_box(u32, const TensorMap*, u32, const int (&)[5], u16) { unused(); }
-DEVICE void store_four(u32, float, float, float, float) { unused(); }
-DEVICE float4 load_four_of(u32, u32) { return unused(), float4{}; }

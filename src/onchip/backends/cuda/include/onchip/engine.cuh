@@ -14,45 +14,54 @@
 
 namespace engine {
 
-// Each program of the cluster may read what this warp has written. Lanes do it side by side: a release
-// waits for memory.
-DEVICE void release_sums(u32 barrier) {
-    __syncwarp();
-    const u32 lane = threadIdx.x & 31;
-    if (lane < cfg::K_SPLIT) barrier_release_at(barrier, lane);
+// Sums of a tile that programs share go from one to another in bundles, 16 bytes of each lane of a warp.
+// Programs take turns at adding them up.
+constexpr int FOURS = cfg::BLOCKS * cfg::STRIPS * SUMS / 4;  // bundles of a warp
+constexpr int BUNDLES = 4 * cfg::SPLIT * FOURS, BUNDLE_BYTES = 16 * 32;
+constexpr int SHARE = (BUNDLES + cfg::K_SPLIT - 1) / cfg::K_SPLIT;  // of a program, at most
+constexpr int TOTALS = cfg::K_SPLIT * SHARE * BUNDLE_BYTES;         // from the parts to what they add up to
+DEVICE int share_of(int part) { return (BUNDLES - part + cfg::K_SPLIT - 1) / cfg::K_SPLIT; }
+
+// What the barriers of the two exchanges wait for: bytes.
+DEVICE void expect_sums(const Shared& s, int part) {
+    barrier_init(s.added, 1);
+    barrier_init(s.added + 8, 1);
+    barrier_expect(s.added, cfg::K_SPLIT * share_of(part) * BUNDLE_BYTES);
+    if (part == 0) barrier_expect(s.added + 8, BUNDLES * BUNDLE_BYTES);
 }
 
-// What all programs that share a tile have, added up in their order for the first one: true there.
-// The sums take the place of the operands, which nobody needs any more: a program adds up its part
-// of all programs' sums, the first one collects the parts.
+// What all programs that share a tile have, added up in their order for the first one: true there. Each
+// sends every other one its share (all into one would be as many times the bytes at one program's door),
+// adds up its own share, and sends that to the first. It may leave then: nobody writes to it any more.
+// Programs meet here, not before, so that each one's first loads wait for no other's start.
 DEVICE bool added_up(Sums& d, const Shared& s, int part, int member, int thread) {
-    constexpr int ALL = cfg::BLOCKS * cfg::STRIPS * SUMS / 4;  // of 16 bytes a thread
-    const u32 mine = s.w + (member * ALL * 128 + thread) * 16;
+    constexpr int WARPS = 4 * cfg::SPLIT;
+    const int warp = 4 * member + (thread >> 5);
+    const u32 sums = s.sums + (thread & 31) * 16, totals = sums + TOTALS;
     float* flat = &d[0][0][0];
-    group_barrier(15, 128 * cfg::SPLIT);  // all of this program have multiplied
-    UNROLL for (int i = 0; i < ALL; i++)
-        store_four(mine + i * 128 * 16, flat[4 * i], flat[4 * i + 1], flat[4 * i + 2], flat[4 * i + 3]);
-    release_sums(s.added);
+    __syncwarp();
+    cluster_wait();
+    UNROLL for (int i = 0; i < FOURS; i++) {
+        const int bundle = i * WARPS + warp, owner = bundle % cfg::K_SPLIT;
+        const u32 to = address_in(sums + (part * SHARE + bundle / cfg::K_SPLIT) * BUNDLE_BYTES, owner);
+        send_four(to, address_in(s.added, owner), flat[4 * i], flat[4 * i + 1], flat[4 * i + 2], flat[4 * i + 3]);
+    }
     barrier_acquire(s.added, 0);
-    for (int i = part * ALL / cfg::K_SPLIT; i < (part + 1) * ALL / cfg::K_SPLIT; i++) {
-        float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-        UNROLL for (int p = 0; p < cfg::K_SPLIT; p++) {
-            const float4 o = load_four_of(mine + i * 128 * 16, p);
-            v.x += o.x, v.y += o.y, v.z += o.z, v.w += o.w;
-        }
-        store_four(mine + i * 128 * 16, v.x, v.y, v.z, v.w);
+    for (int n = warp; n < share_of(part); n += WARPS) {
+        float4 v[cfg::K_SPLIT];
+        UNROLL for (int p = 0; p < cfg::K_SPLIT; p++) v[p] = load_four(sums + (p * SHARE + n) * BUNDLE_BYTES);
+        UNROLL for (int p = 1; p < cfg::K_SPLIT; p++)
+            v[0].x += v[p].x, v[0].y += v[p].y, v[0].z += v[p].z, v[0].w += v[p].w;
+        const u32 to = address_in(totals + (n * cfg::K_SPLIT + part) * BUNDLE_BYTES, 0);
+        send_four(to, address_in(s.added + 8, 0), v[0].x, v[0].y, v[0].z, v[0].w);
     }
-    release_sums(s.added);
-    barrier_acquire(s.added, 1);
-    if (part == 0) {
-        UNROLL for (int i = 0; i < ALL; i++) {
-            const int owner = ((i + 1) * cfg::K_SPLIT - 1) / ALL;
-            const float4 v = load_four_of(mine + i * 128 * 16, owner);
-            flat[4 * i] = v.x, flat[4 * i + 1] = v.y, flat[4 * i + 2] = v.z, flat[4 * i + 3] = v.w;
-        }
+    if (part > 0) return false;
+    barrier_acquire(s.added + 8, 0);
+    UNROLL for (int i = 0; i < FOURS; i++) {
+        const float4 v = load_four(totals + (i * WARPS + warp) * BUNDLE_BYTES);
+        flat[4 * i] = v.x, flat[4 * i + 1] = v.y, flat[4 * i + 2] = v.z, flat[4 * i + 3] = v.w;
     }
-    release_sums(s.added);
-    return part == 0;
+    return true;
 }
 
 DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* results) {
@@ -87,7 +96,7 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
         mark(1, turn);
         Sums d;
         if constexpr (cfg::SPLITS) consumer.sum_split(d, t, order);
-        else consumer.sum(d, t);
+        else consumer.sum(d, t, turn);
         mark(2, turn);
         if constexpr (cfg::K_SPLIT > 1)
             if (!added_up(d, s, t.part, consumer.member, e.thread)) break;
@@ -132,7 +141,6 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
         mark(5, turn);
     }
     if ((threadIdx.x & 127) == 0) stores_wait_read<0>();  // shared memory goes with the program
-    if constexpr (cfg::K_SPLIT > 1) barrier_acquire(s.added, 0);  // nobody reads this program's memory
 }
 
 DEVICE void run(const Args& a, const TensorMap* x, const TensorMap* w, const TensorMap* const* results,
@@ -141,32 +149,41 @@ DEVICE void run(const Args& a, const TensorMap* x, const TensorMap* w, const Ten
     const Shared s = Shared::at(shared_address(memory));
     const int warp = threadIdx.x >> 5;
     mark(6, 0);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < W_TILES; i++) {
+    if (warp == 0) {  // its lanes side by side: a kernel may have dozens of barriers
+        const int lane = threadIdx.x;
+        for (int i = lane; i < W_TILES; i += 32) {
             barrier_init(s.w_full + 8 * i, 1);
             barrier_init(s.w_empty + 8 * i, 4 * cfg::SPLIT * cfg::W_SHARED);
         }
-        for (int i = 0; i < cfg::X_STAGES; i++) {
+        for (int i = lane; i < cfg::X_STAGES; i += 32) {
             barrier_init(s.x_full + 8 * i, 1);
             barrier_init(s.x_empty + 8 * i, 4 * cfg::SPLIT * cfg::X_SHARED);
         }
-        for (int i = 0; i < cfg::R_STAGES; i++) {
+        for (int i = lane; i < cfg::R_STAGES; i += 32) {
             barrier_init(s.in_full + 8 * i, 1);
             barrier_init(s.in_empty + 8 * i, cfg::IN_PLACE ? cfg::SPLIT : 4 * cfg::SPLIT);
         }
-        for (int i = 0; i < cfg::TEAMS; i++) barrier_init(s.turn + 8 * i, 4 * cfg::SPLIT);
-        barrier_init(s.added, 4 * cfg::SPLIT * cfg::K_SPLIT);
+        for (int i = lane; i < cfg::TEAMS; i += 32) barrier_init(s.turn + 8 * i, 4 * cfg::SPLIT);
+        if constexpr (cfg::K_SPLIT > 1)
+            if (lane == 0) expect_sums(s, cluster_rank());
         if constexpr (cfg::SPLITS) {
-            for (int i = 0; i < cfg::X_STAGES; i++) barrier_init(s.split + 8 * i, 2);
-            for (int i = 0; i < WARPGROUPS; i++) barrier_init(s.order + 8 * i, 4);
+            for (int i = lane; i < cfg::X_STAGES; i += 32) barrier_init(s.split + 8 * i, 2);
+            for (int i = lane; i < WARPGROUPS; i += 32) barrier_init(s.order + 8 * i, 4);
         }
         barriers_ready();
-        prefetch(x);
-        prefetch(w);
+        if (lane == 0) prefetch(x), prefetch(w);
     }
-    if constexpr (cfg::CLUSTER > 1) cluster_barrier();
-    else __syncthreads();
-    wait_for_launch_before();
+    if constexpr (cfg::K_SPLIT > 1) {
+        __syncthreads();
+        cluster_arrive();  // added_up waits
+    } else if constexpr (cfg::CLUSTER > 1) {
+        cluster_barrier();
+    } else {
+        __syncthreads();
+    }
+    if (!EARLY || warp != 4 * WARPGROUPS) wait_for_launch_before();
+    if constexpr (cfg::AT_ONCE)
+        if (threadIdx.x == 0) fetch_all_input(s, x);
     if constexpr (cfg::SPLITS) {  // two branches: ptxas counts the registers of each by itself
         if (warp < 4 * WARPGROUPS) {
             if constexpr (cfg::REGISTERS > 0) more_registers<cfg::REGISTERS>();
@@ -186,6 +203,11 @@ DEVICE void run(const Args& a, const TensorMap* x, const TensorMap* w, const Ten
     } else {
         consume(s, a, results);
     }
+    if constexpr (cfg::K_SPLIT > 1)
+        if (warp >= 4 * WARPGROUPS) {
+            __syncwarp();
+            cluster_wait();  // as the others did
+        }
     start_next_launch();
     mark(7, 0);
     if constexpr (cfg::X_SHARED * cfg::W_SHARED > 1) {

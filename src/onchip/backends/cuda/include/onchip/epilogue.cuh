@@ -43,11 +43,12 @@ struct View {
         const int q3 = outer / (extent(1) * extent(2));
         constexpr int W0 = POOLED ? cfg::WINDOW[0] : 1, W1 = POOLED ? cfg::WINDOW[1] : 1;
         constexpr int W2 = POOLED ? cfg::WINDOW[2] : 1, W3 = POOLED ? cfg::WINDOW[3] : 1;
+        constexpr bool ONE = cfg::FOLDED;  // a window's first position has it all
         float v = 0.f;
-        UNROLL for (int i3 = 0; i3 < W3; i3++)
-            UNROLL for (int i2 = 0; i2 < W2; i2++)
-                UNROLL for (int i1 = 0; i1 < W1; i1++)
-                    UNROLL for (int i0 = 0; i0 < W0; i0++) {
+        UNROLL for (int i3 = 0; i3 < (ONE ? 1 : W3); i3++)
+            UNROLL for (int i2 = 0; i2 < (ONE ? 1 : W2); i2++)
+                UNROLL for (int i1 = 0; i1 < (ONE ? 1 : W1); i1++)
+                    UNROLL for (int i0 = 0; i0 < (ONE ? 1 : W0); i0++) {
                         const int p1 = q1 * W1 + i1;
                         const int p23 = (q3 * W3 + i3) * cfg::PATCH[2] + q2 * W2 + i2;
                         const int strip = cfg::ALONG == 0 ? p23 * cfg::PATCH[1] + p1
@@ -75,15 +76,8 @@ DEVICE float unpacked(u32 word, int e) {
     return cfg::HALF == 'b' ? onchip::from_bf16(x) : onchip::from_fp16(x);
 }
 DEVICE u32 folded_halves(u32 a, u32 b) {
-    u32 r;
-    if constexpr (cfg::HALF == 'b') {
-        if constexpr (cfg::FOLD == 'M') asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-        else asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-    } else {
-        if constexpr (cfg::FOLD == 'M') asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-        else asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-    }
-    return r;
+    if constexpr (cfg::HALF == 'b') return cfg::FOLD == 'M' ? onchip::maximum_bf16x2(a, b) : onchip::minimum_bf16x2(a, b);
+    else return cfg::FOLD == 'M' ? onchip::maximum_fp16x2(a, b) : onchip::minimum_fp16x2(a, b);
 }
 
 // A word of float32 in a tile of two halves of 32 features.
@@ -94,7 +88,7 @@ DEVICE u32 word_at(u32 tile, int row, int feature) {
            (feature & 3) * 4;
 }
 
-constexpr int TOTALS = cfg::TOTALS + !cfg::TOTALS;
+constexpr int FOLDS = cfg::TOTALS + !cfg::TOTALS;
 DEVICE float nothing_of(char how) {
     return how == 's' ? 0.f : __uint_as_float(how == 'M' ? 0xFF800000u : 0x7F800000u);
 }
@@ -261,7 +255,7 @@ struct Epilogue {
     // ---- totals --------------------------------------------------------------------------------
 
     template <int K>
-    __device__ __forceinline__ void fold_in(float (&v)[TOTALS], float acc, const Features& own, const Place& p,
+    __device__ __forceinline__ void fold_in(float (&v)[FOLDS], float acc, const Features& own, const Place& p,
                                             const float* reads) const {
         if constexpr (K < cfg::TOTALS) {
             v[K] = both<cfg::TOTAL_FOLD[K]>(v[K], total<K>(a, acc, own, p, reads));
@@ -269,7 +263,7 @@ struct Epilogue {
         }
     }
     template <int K>
-    __device__ __forceinline__ void store_totals(const float (&v)[TOTALS], int place, int row) const {
+    __device__ __forceinline__ void store_totals(const float (&v)[FOLDS], int place, int row) const {
         if constexpr (K < cfg::TOTALS) {
             float all = v[K];
             UNROLL for (int apart = 1; apart < 4; apart *= 2)
@@ -296,7 +290,7 @@ struct Epilogue {
         const int here_at = kept * cfg::FOLDED_TILES + folds;
         UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
             UNROLL for (int h = 0; h < 2; h++) {
-                float v[TOTALS];
+                float v[FOLDS];
                 UNROLL for (int k = 0; k < cfg::TOTALS; k++) v[k] = nothing_of(cfg::TOTAL_FOLD[k]);
                 UNROLL for (int slot = 0; slot < V::SLOTS; slot++)
                     UNROLL for (int x = 0; x < 2; x++) {

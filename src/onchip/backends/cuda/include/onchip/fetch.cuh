@@ -56,31 +56,56 @@ DEVICE void fetch_weights(const Shared& s, const TensorMap* w, const Tile& t, in
     }
 }
 
+// Where programs share a tile and each has slots for all of its part, nobody waits for one. Weights that
+// are laid out at load depend on no launch: they come while the one before still runs. Two threads ask,
+// so that neither operand comes behind the other.
+constexpr bool EARLY = cfg::AT_ONCE && cfg::W_PACKED;
+
+DEVICE void fetch_all_input(const Shared& s, const TensorMap* x) {
+    Ring<cfg::X_STAGES> ring;
+    const Tile t = tile_of(first_tile());
+    walk<1>(t, [&](int c, int phase) { fetch_input(s, x, t, c, phase, ring); }, [](int, int, bool) {});
+}
+
+DEVICE void fetch_all_weights(const Shared& s, const TensorMap* w) {
+    int slot = 0;
+    mark(0, 0);
+    const Tile t = tile_of(first_tile());
+    walk<1>(t, [](int, int) {}, [&](int c, int tap, bool) { fetch_weights(s, w, t, c, tap, slot++); });
+    mark(1, 0);
+}
+
 DEVICE void produce(const Shared& s, const TensorMap* x, const TensorMap* w) {
     Ring<cfg::X_STAGES> x_ring;
     Ring<W_TILES> w_ring;
-    // where weights stay: input of the first tiles goes before the weights that they need last
+    if constexpr (cfg::AT_ONCE) return fetch_all_weights(s, w);
+    // Where weights stay, the first tiles' input comes between them: memory takes its time for each
+    // input, and hands out weights, which everybody reads, meanwhile.
     constexpr int AHEAD = STREAM || cfg::CHUNKS * cfg::PHASES > 1 ? 0
                           : (cfg::TEAMS < cfg::X_STAGES ? cfg::TEAMS : cfg::X_STAGES) - 1;
-    int n = first_tile();
+    constexpr int EVERY = STEPS / (AHEAD + 1) > 0 ? STEPS / (AHEAD + 1) : 1;  // steps
+    int n = first_tile(), ahead = 0;
     for (int turn = 0; n < cfg::WORK; n += next_tile(), turn++) {
         mark(0, turn);
         const Tile t = tile_of(n);
-        const bool weights_late = !STREAM && turn == AHEAD;
-        const bool last_chance = !STREAM && turn < AHEAD && n + next_tile() >= cfg::WORK;
-        walk(
+        walk<1>(
             t,
-            [&](int c, int phase) { fetch_input(s, x, t, c, phase, x_ring); },
+            [&](int c, int phase) {
+                if (AHEAD == 0 || turn == 0 || turn > ahead) fetch_input(s, x, t, c, phase, x_ring);
+            },
             [&](int c, int tap, bool) {
                 if constexpr (STREAM) {
                     barrier_wait(s.w_empty + 8 * w_ring.slot, w_ring.parity ^ 1);
                     fetch_weights(s, w, t, c, tap, w_ring.slot);
                     w_ring.next();
-                } else {
-                    const bool first_tap = tap == 0;
-                    const bool now = AHEAD == 0 ? turn == 0
-                                     : first_tap ? turn == 0 : weights_late || last_chance;
-                    if (now) fetch_weights(s, w, t, c, tap, c * cfg::TAPS + tap);
+                } else if (turn == 0) {
+                    const int step = c * cfg::TAPS + tap;
+                    fetch_weights(s, w, t, c, tap, step);
+                    if constexpr (AHEAD > 0)
+                        if ((step + 1) % EVERY == 0 && ahead < AHEAD) {
+                            const int next = n + (ahead + 1) * next_tile();
+                            if (next < cfg::WORK) fetch_input(s, x, tile_of(next), 0, 0, x_ring), ahead++;
+                        }
                 }
             });
         mark(1, turn);
@@ -124,7 +149,7 @@ DEVICE void split_input(const Shared& s, int thread) {
     constexpr int EACH = 4, STRIDE = 16 * 64;  // bytes of all threads
     Ring<cfg::X_STAGES> ring;
     for (int n = first_tile(); n < cfg::WORK; n += next_tile())
-        walk(
+        walk<1>(
             tile_of(n),
             [&](int, int) {
                 barrier_wait(s.x_full + 8 * ring.slot, ring.parity);

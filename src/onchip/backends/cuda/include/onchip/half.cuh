@@ -31,6 +31,27 @@ __device__ __forceinline__ float minimum(float a, float b) {
     asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
     return y;
 }
+// The same for both halves of a word.
+__device__ __forceinline__ unsigned maximum_bf16x2(unsigned a, unsigned b) {
+    unsigned y;
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+__device__ __forceinline__ unsigned minimum_bf16x2(unsigned a, unsigned b) {
+    unsigned y;
+    asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+__device__ __forceinline__ unsigned maximum_fp16x2(unsigned a, unsigned b) {
+    unsigned y;
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+__device__ __forceinline__ unsigned minimum_fp16x2(unsigned a, unsigned b) {
+    unsigned y;
+    asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
 // Results below the normal range are zero.
 __device__ __forceinline__ float approx_exp2(float x) {
     float y;

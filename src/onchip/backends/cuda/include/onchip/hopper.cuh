@@ -32,14 +32,6 @@ DEVICE void barrier_arrive_at(u32 barrier, u32 program) {
         "r"(program)
         : "memory");
 }
-// The same, and what this thread has written to shared memory is there for who waits.
-DEVICE void barrier_release_at(u32 barrier, u32 program) {
-    asm volatile(
-        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
-        "r"(program)
-        : "memory");
-}
 DEVICE void barrier_expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
@@ -47,7 +39,7 @@ DEVICE void barrier_expect(u32 barrier, int bytes) {
 // When warps of a program come to a place in their text, and in which turn of its loop. For
 // bench/gpu/timeline.py, which says where that is kept, how many turns, of which program.
 #ifdef TIMELINE
-constexpr int PLACES = 8;
+constexpr int PLACES = 9;
 DEVICE void mark(int place, int turn) {
     if (blockIdx.x == TIMELINE_PROGRAM && (threadIdx.x & 31) == 0 && turn < TIMELINE_TURNS)
         ((i64*)TIMELINE)[((threadIdx.x >> 5) * TIMELINE_TURNS + turn) * PLACES + place] = clock64();
@@ -80,7 +72,7 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
         if (!done) still_waiting(since);
     } while (!done);
 }
-// Until programs of the cluster have released what they wrote.
+// Until what programs of the cluster have sent is there.
 DEVICE void barrier_acquire(u32 barrier, u32 parity) {
     u32 done = 0;
     i64 since = 0;
@@ -112,6 +104,10 @@ DEVICE u32 cluster_rank() {
 DEVICE void cluster_barrier() {
     asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
+// In two halves. Who waits finds the barriers of all programs (barriers_ready); anything else that they
+// wrote would cost a fence for the GPU.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
 // ---- the copy engine ---------------------------------------------------------------------------
 
@@ -273,20 +269,26 @@ DEVICE u32 load_word(u32 at) {
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
     return v;
 }
-DEVICE void store_four(u32 at, float a, float b, float c, float d) {
-    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(a), "f"(b), "f"(c), "f"(d)
-                 : "memory");
-}
-// Of the same place in another program of the cluster.
-DEVICE float4 load_four_of(u32 at, u32 program) {
+DEVICE float4 load_four(u32 at) {
     float4 v;
-    asm volatile(
-        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
-        "ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [there];\n}"
-        : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-        : "r"(at), "r"(program)
-        : "memory");
+    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(at)
+                 : "memory");
     return v;
+}
+// Where a place of this program's shared memory lies in another program's of the cluster.
+DEVICE u32 address_in(u32 at, u32 program) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(program));
+    return there;
+}
+// 16 bytes into another program's memory; a barrier there counts them.
+DEVICE void send_four(u32 there, u32 full, float a, float b, float c, float d) {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2,%3,%4,%5}, [%1];" ::"r"(there),
+        "r"(full), "f"(a), "f"(b), "f"(c), "f"(d)
+        : "memory");
 }
 DEVICE uint4 load_part(u32 at) {
     uint4 v;

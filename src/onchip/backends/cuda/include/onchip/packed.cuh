@@ -1,243 +1,17 @@
 // The packed form of a contraction: inputs of few channels (packed.py says how they lie).
 //
-// A few warps bring rows of input to shared memory as they are, one slot's rows after the other, and
-// lay out from there the run of each position in parts of 16 bytes, which the matrix unit reads without
-// permutation. Weights stay. A program walks down the rows of an image, so that each row is laid out
+// A few warps take turns at rows of input: each one brings its row to shared memory as it is and lays
+// out from there the run of each position in parts of 16 bytes, which the matrix unit reads without
+// permutation. Rows of all these warps are on their way side by side; no warp waits for another one.
+// Where runs come in chunks, a row's chunks go to warps as rows do. Weights stay. A program walks down the rows of an image, so that each row is laid out
 // once; teams take turns at its tiles. Windows of 3 every 2 from one before are folded in registers:
 // with the neighbour's column by a shuffle, with the row above as the tile before hands it on.
 //
 // The text that includes this defines namespace packed_cfg besides what engine.cuh wants.
 #pragma once
-#include <onchip/engine.cuh>
+#include <onchip/packed_rows.cuh>
 
 namespace packed {
-
-using namespace packed_cfg;
-using engine::BLOCK;
-using engine::SUMS;
-using engine::Sums;
-using engine::Tile;
-using engine::WARPGROUPS;
-
-constexpr int LOADERS = 32 * LOADER_WARPS;
-constexpr int COLUMNS = cfg::PATCH[0];
-constexpr int RAW_SLOT = SLOT_ROWS * RAW_ROW;
-constexpr int SPENT = ADVANCE / SLOT_ROWS;  // slots by which a tile goes on
-constexpr bool EDGES = cfg::PATCH[0] > cfg::POSITIONS[0] || cfg::POSITIONS[1] % cfg::PATCH[1] > 0;
-constexpr int K_STEPS = 4;  // instructions that a row of weights feeds
-
-struct Shared {
-    u32 w, x, zero, raw, out, carry, w_full, x_full, x_empty, raw_full, turn, done;
-    DEVICE Shared at(u32 start) {
-        Shared s;
-        s.w = (start + 1023) & ~1023u;
-        s.out = s.w + WEIGHTS * cfg::W_BYTES;
-        s.x = s.out + WARPGROUPS * ((cfg::TILE_BYTES + 127) / 128 * 128);
-        s.zero = s.x + cfg::X_STAGES * SLOT;
-        s.raw = s.zero + ZERO_BYTES;
-        s.carry = s.raw + RAW_STAGES * RAW_SLOT;
-        s.w_full = s.carry + WARPGROUPS * CARRY_BYTES;
-        s.x_full = s.w_full + 8 * WEIGHTS;
-        s.x_empty = s.x_full + 8 * cfg::X_STAGES;
-        s.raw_full = s.x_empty + 8 * cfg::X_STAGES;
-        s.turn = s.raw_full + 8 * RAW_STAGES;
-        s.done = s.turn + 8 * WARPGROUPS;
-        return s;
-    }
-};
-
-// ---- which tiles -------------------------------------------------------------------------------
-
-// Position tiles of a program: consecutive ones, down the rows first, of one tile of features. Where a
-// row is handed on, the first one is the tile above, which stores nothing.
-struct Walk {
-    int feature, first, last, above;
-    DEVICE Walk mine() {
-        const int share = gridDim.x / cfg::FEATURE_TILES, part = blockIdx.x / cfg::FEATURE_TILES;
-        Walk w;
-        w.feature = blockIdx.x % cfg::FEATURE_TILES * (BLOCK * cfg::BLOCKS * cfg::SPLIT);
-        const int begin = (long long)part * POSITION_TILES / share;
-        w.last = (long long)(part + 1) * POSITION_TILES / share;
-        w.above = CARRIED && begin < w.last && begin % cfg::TILES[1] > 0;
-        w.first = begin - w.above;
-        return w;
-    }
-};
-DEVICE bool begins(int n) { return n % cfg::TILES[1] == 0; }
-DEVICE Tile tile_at(int n, int feature) {
-    Tile t;
-    t.part = 0;
-    t.feature = feature;
-    t.batch = 0;
-    t.line[1] = n % cfg::TILES[1];
-    n /= cfg::TILES[1];
-    t.line[0] = n % cfg::TILES[0];
-    n /= cfg::TILES[0];
-    t.line[2] = n % cfg::TILES[2];
-    t.line[3] = n / cfg::TILES[2];
-    return t;
-}
-
-// The next slot's rows: `unit` counts by how many slots they lie below a tile's first ones.
-struct Cursor {
-    int n, unit;
-    __device__ __forceinline__ void next() {
-        if (++unit < UNITS) return;
-        n++;
-        unit = begins(n) ? 0 : UNITS - SPENT;
-    }
-};
-
-// ---- the loaders -------------------------------------------------------------------------------
-
-// A slot's rows of input, as they are: zeros where there are none.
-template <class T>
-DEVICE void fetch_rows(u32 to, const T* x, Cursor at, int thread) {
-    constexpr int EACH = COPY / SIZE, COPIES = RAW_ROW / COPY;
-    const Tile t = tile_at(at.n, 0);
-    const int row = t.line[1] * ADVANCE + at.unit * SLOT_ROWS + ROW_ORIGIN, element = t.line[0] * TILE_ELEMENTS + ORIGIN;
-    const T* image = x + X_OFFSET + (long long)t.line[2] * X_STEP[1] + (long long)t.line[3] * X_STEP[2];
-    for (int i = thread; i < SLOT_ROWS * COPIES; i += LOADERS) {
-        const int y = row + i / COPIES, e = element + i % COPIES * EACH;
-        const bool inside = y >= 0 && y < ROWS && e >= 0 && e < ROW_ELEMENTS;
-        const T* from = inside ? image + (long long)y * X_STEP[0] + e : x;
-        const u32 where = to + i / COPIES * RAW_ROW + i % COPIES * COPY;
-        if constexpr (COPY >= 4) copy_ahead<COPY>(where, from, inside ? COPY : 0);
-        else store_half(where, inside ? *(const u16*)from : 0);
-    }
-}
-
-// The same for whole rows: by the copy engine, where the row exists. Around it lie zeros, which stay.
-template <class T>
-DEVICE void fetch_whole_rows(u32 to, const T* x, Cursor at, u32 full, int thread) {
-    const Tile t = tile_at(at.n, 0);
-    const int first = t.line[1] * ADVANCE + at.unit * SLOT_ROWS + ROW_ORIGIN;
-    const T* image = x + X_OFFSET + (long long)t.line[2] * X_STEP[1] + (long long)t.line[3] * X_STEP[2];
-    constexpr int BYTES = ROW_ELEMENTS * SIZE;
-    int inside = 0;
-    UNROLL for (int row = 0; row < SLOT_ROWS; row++) inside += first + row >= 0 && first + row < ROWS;
-    if (thread == 0) barrier_expect(full, inside * BYTES);
-    for (int row = 0; row < SLOT_ROWS; row++) {
-        const int y = first + row;
-        const u32 there = to + row * RAW_ROW + (u32)(-ORIGIN * SIZE);
-        if (y >= 0 && y < ROWS) {
-            if (thread == 0) copy_run(there, image + (long long)y * X_STEP[0], BYTES, full);
-        } else {
-            for (int i = thread; i < BYTES / 16; i += LOADERS) store_part(there + 16 * i, make_uint4(0, 0, 0, 0));
-        }
-    }
-}
-
-// The words of N parts from `at` on; what lies beyond `left` elements is zero, and what lies before the
-// first part's run.
-template <int N>
-DEVICE void read_run(u32 (&word)[4 * N], u32 at, bool first, int left) {
-    if constexpr (RAW_ALIGNED >= 4) {
-        constexpr int WORDS = RAW_ALIGNED / 4;
-        UNROLL for (int i = 0; i < 4 * N; i += WORDS) {
-            if constexpr (WORDS == 4) {
-                const uint4 v = load_part(at + 4 * i);
-                word[i] = v.x, word[i + 1] = v.y, word[i + 2] = v.z, word[i + 3] = v.w;
-            } else if constexpr (WORDS == 2) {
-                load_words(at + 4 * i, word[i], word[i + 1]);
-            } else {
-                word[i] = load_word(at + 4 * i);
-            }
-        }
-    } else {
-        // every run starts in the middle of a word, or every other one does
-        const u32 shift = STEP % 4 == 0 ? RAW_BEFORE * SIZE % 4 * 8 : (at & 2) * 8;
-        u32 low = load_word(at & ~3u);
-        UNROLL for (int i = 0; i < 4 * N; i++) {
-            const u32 high = load_word((at & ~3u) + 4 * i + 4);
-            word[i] = __funnelshift_r(low, high, shift);
-            low = high;
-        }
-    }
-    if (LEAD && first) word[0] &= 0xFFFF0000;
-    UNROLL for (int i = 0; i < 4 * N; i++) {
-        const int here = left - i * 4 / SIZE;
-        if (here <= 0) word[i] = 0;
-        else if (SIZE == 2 && here == 1) word[i] &= 0xFFFF;
-        else if (SIZE == 4) word[i] = rounded_tf32(word[i]);
-    }
-}
-
-// A slot's rows in parts, for one chunk of their runs: each thread's items together, so that it waits for
-// what it reads once.
-DEVICE void lay_out(u32 to, u32 raw, int chunk, int thread) {
-    constexpr int GROUPS = PARTS / PER_ITEM, EACH = 16 / SIZE, ITEMS = SLOT_ROWS * GROUPS * COLUMNS;
-    for (int start = thread; start < ITEMS; start += AT_ONCE * LOADERS) {
-        u32 word[AT_ONCE][4 * PER_ITEM], there[AT_ONCE];
-        UNROLL for (int n = 0; n < AT_ONCE; n++) {
-            const int i = min(start + n * LOADERS, ITEMS - 1);
-            const int column = i % COLUMNS, group = i / COLUMNS % GROUPS, row = i / COLUMNS / GROUPS;
-            const int part = GROUPS == 1 ? 0 : group * PER_ITEM, first = chunk * PARTS + part;
-            read_run<PER_ITEM>(word[n], raw + row * RAW_ROW + RAW_BEFORE * SIZE + column * STEP + first * 16,
-                               first == 0, LEAD + RUN - first * EACH);
-            there[n] = to + row * ROW_STEP + part * PART_STEP + column * 16;
-        }
-        UNROLL for (int n = 0; n < AT_ONCE; n++)
-            if (start + n * LOADERS < ITEMS)
-                UNROLL for (int p = 0; p < PER_ITEM; p++)
-                    store_part(there[n] + p * PART_STEP, make_uint4(word[n][4 * p], word[n][4 * p + 1],
-                                                                    word[n][4 * p + 2], word[n][4 * p + 3]));
-    }
-}
-
-template <class T>
-DEVICE void load(const Shared& s, const T* x, const TensorMap* w, int thread) {
-    const Walk mine = Walk::mine();
-    if (mine.first >= mine.last) return;
-    if (thread == 0)
-        for (int i = 0; i < WEIGHTS; i++) {
-            const int at[5] = {0, i * cfg::FEATURES + mine.feature, 0, 0, 0};
-            barrier_expect(s.w_full + 8 * i, cfg::W_BYTES);
-            load_box<2>(s.w + i * cfg::W_BYTES, w, s.w_full + 8 * i, at);
-        }
-    Cursor here{mine.first, 0}, ahead = here;
-    int raw = 0, raw_ahead = 0;
-    const auto fetch = [&]() {
-        if (ahead.n < mine.last) {
-            const u32 to = s.raw + raw_ahead * RAW_SLOT;
-            if constexpr (WHOLE_ROWS) fetch_whole_rows(to, x, ahead, s.raw_full + 8 * raw_ahead, thread);
-            else fetch_rows(to, x, ahead, thread);
-            ahead.next();
-        }
-        if constexpr (!WHOLE_ROWS) copies_commit();
-        raw_ahead = raw_ahead == RAW_STAGES - 1 ? 0 : raw_ahead + 1;
-    };
-    if constexpr (WHOLE_ROWS) {
-        for (int i = thread; i < RAW_STAGES * RAW_SLOT / 16; i += LOADERS)
-            store_part(s.raw + 16 * i, make_uint4(0, 0, 0, 0));
-        publish();
-        group_barrier(15, LOADERS);
-    }
-    for (int i = 0; i < RAW_STAGES - 1; i++) fetch();
-    u32 parity = 0;
-    engine::Ring<cfg::X_STAGES> ring;
-    for (int turn = 0; here.n < mine.last; here.next(), turn++) {
-        mark(0, turn);
-        if constexpr (WHOLE_ROWS) barrier_wait(s.raw_full + 8 * raw, parity);
-        else copies_wait<RAW_STAGES - 2>();
-        mark(1, turn);
-        group_barrier(15, LOADERS);  // these rows are here, those before have been read
-        mark(2, turn);
-        fetch();
-        mark(3, turn);
-        for (int chunk = 0; chunk < RUN_CHUNKS; chunk++) {
-            barrier_wait(s.x_empty + 8 * ring.slot, ring.parity ^ 1);
-            mark(4, turn);
-            lay_out(s.x + ring.slot * SLOT, s.raw + raw * RAW_SLOT, chunk, thread);
-            publish();
-            __syncwarp();
-            if ((thread & 31) == 0) barrier_arrive(s.x_full + 8 * ring.slot);
-            ring.next();
-            mark(5, turn);
-        }
-        if (++raw == RAW_STAGES) raw = 0, parity ^= 1;
-    }
-}
 
 // ---- the consumers -----------------------------------------------------------------------------
 
@@ -247,23 +21,69 @@ DEVICE void arrive(u32 barrier) {
     if ((threadIdx.x & 31) == 0) barrier_arrive(barrier);
 }
 
+// Slots in their order, and after those of tiles before: a slot's barrier tells one round from the
+// next only, and a loader looks at every LOADERS / SLOT_ROWS-th slot.
+DEVICE void give_back(const Shared& s, int slot, int count) {
+    __syncwarp();
+    if ((threadIdx.x & 31) != 0) return;
+    int k = slot % cfg::X_STAGES;
+    for (int u = 0; u < count; u++) {
+        barrier_arrive(s.x_empty + 8 * k);
+        k = k + 1 == cfg::X_STAGES ? 0 : k + 1;
+    }
+}
+
+DEVICE void weights_come(const Shared& s, int first, int count) {
+    for (int i = first; i < first + count; i++) barrier_wait(s.w_full + 8 * i, 0);
+}
+
+// Until what a tile multiplies, of one chunk, has come.
+DEVICE void operands_here(const Shared& s, int slot, int chunk, bool weights_here) {
+    UNROLL for (int u = 0; u < UNITS; u++)
+        barrier_wait(s.x_full + 8 * ((slot + u) % cfg::X_STAGES), (slot + u) / cfg::X_STAGES & 1);
+    constexpr int EACH = RUN_CHUNKS == 1 ? WEIGHTS : PAIRS / K_STEPS;
+    if (!weights_here) weights_come(s, chunk * EACH, EACH);
+}
+
+// A warpgroup's weights: in shared memory, or in registers, where the matrix unit reads them without
+// taking from shared memory's bandwidth (PTX ISA, wgmma: of each 32 bytes of rows lane / 4 and 8 on
+// the words lane % 4 and 4 on).
+template <bool HELD>
+struct Weights {
+    u64 first;
+    DEVICE Weights of(u32 at, int) { return {operand<128>(at, 8 * 128)}; }
+    __device__ __forceinline__ u64 get(int chunk, int i, int m) const {
+        return first + (u64)((chunk * (PAIRS / K_STEPS) + i / K_STEPS) * cfg::W_BYTES + m * BLOCK * 128 + i % K_STEPS * 32) / 16;
+    }
+};
+template <>
+struct Weights<true> {
+    u32 word[PAIRS][cfg::BLOCKS][4];
+    DEVICE Weights of(u32 at, int thread) {
+        Weights w;
+        const int row = thread / 32 * 16 + thread % 32 / 4;
+        const u32 own = at + row * 128 + (row % 8 << 4) + thread % 4 * 4;
+        UNROLL for (int i = 0; i < PAIRS; i++)
+            UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
+                UNROLL for (int q = 0; q < 4; q++)
+                    w.word[i][m][q] = load_word((own ^ (i % K_STEPS * 32 + q / 2 * 16)) + i / K_STEPS * cfg::W_BYTES +
+                                                (m * BLOCK + q % 2 * 8) * 128);
+        return w;
+    }
+    __device__ __forceinline__ const u32 (&get(int, int i, int m) const)[4] { return word[i][m]; }
+};
+
 // All of a tile's products into d; `slot`: how many slots were filled before its first one. Where
-// runs come in chunks, it gives back each slot but the last.
-DEVICE void sum(Sums& d, const Shared& s, u32 weights, int slot, bool weights_here) {
-    const u64 a = operand<128>(weights, 8 * 128);
+// runs come in chunks, it waits for each one, and gives back each slot but the last, once the tile
+// before has multiplied.
+template <class Wait>
+DEVICE void sum(Sums& d, const Shared& s, const Weights<W_HELD>& weights, int slot, bool weights_here,
+                Wait tile_before) {
 #pragma unroll 1
     for (int chunk = 0; chunk < RUN_CHUNKS; chunk++, slot++) {
         u32 x[UNITS];
-        UNROLL for (int u = 0; u < UNITS; u++) {
-            const int k = (slot + u) % cfg::X_STAGES;
-            barrier_wait(s.x_full + 8 * k, (slot + u) / cfg::X_STAGES & 1);
-            x[u] = s.x + k * SLOT;
-        }
-        if (!weights_here) {
-            constexpr int EACH = RUN_CHUNKS == 1 ? WEIGHTS : PAIRS / K_STEPS;
-            for (int i = 0; i < EACH; i++) barrier_wait(s.w_full + 8 * (chunk * EACH + i), 0);
-        }
-        const u64 mine = a + (u64)(chunk * (PAIRS / K_STEPS) * (cfg::W_BYTES / 16));
+        UNROLL for (int u = 0; u < UNITS; u++) x[u] = s.x + (slot + u) % cfg::X_STAGES * SLOT;
+        if constexpr (RUN_CHUNKS > 1) operands_here(s, slot, chunk, weights_here);
         products_fence();
         UNROLL for (int i = 0; i < PAIRS; i++)
             UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
@@ -271,14 +91,13 @@ DEVICE void sum(Sums& d, const Shared& s, u32 weights, int slot, bool weights_he
                     const int row = strip * DOWN_STRIDE + PAIR_ROW[i];
                     const u32 at = x[row / SLOT_ROWS] + row % SLOT_ROWS * ROW_STEP + PAIR_PART[i] * PART_STEP;
                     const u32 apart = PAIR_APART[i] < 0 ? s.zero - at : PAIR_APART[i];
-                    product(d[m][strip],
-                            mine + (i / K_STEPS * cfg::W_BYTES + m * BLOCK * 128 + i % K_STEPS * 32) / 16,
-                            plain_operand(at, apart), i > 0 ? 1 : chunk > 0);
+                    product(d[m][strip], weights.get(chunk, i, m), plain_operand(at, apart), i > 0 ? 1 : chunk > 0);
                 }
         products_commit();
         if (RUN_CHUNKS > 1 && chunk > 0) {
             products_wait<1>();
-            arrive(s.x_empty + 8 * ((slot - 1) % cfg::X_STAGES));
+            if (chunk == 1) tile_before();
+            give_back(s, slot - 1, 1);
         }
     }
 }
@@ -286,60 +105,82 @@ DEVICE void sum(Sums& d, const Shared& s, u32 weights, int slot, bool weights_he
 // What is no position does not count in a window.
 DEVICE float nothing() { return __uint_as_float(cfg::FOLD == 'M' ? 0xFF800000u : 0x7F800000u); }
 
-// A position's value in its pair: the first of two also has what its left neighbour has.
-DEVICE void fold_left(float (&d)[cfg::STRIPS][SUMS], int lane) {
-    const int from = (lane & 28) | ((lane + 3) & 3);
-    UNROLL for (int strip = 0; strip < cfg::STRIPS; strip++) {
-        float before[2] = {nothing(), nothing()};
-        UNROLL for (int g = 0; g < cfg::GROUPS; g++) {
-            float own[2], left[2];
-            UNROLL for (int h = 0; h < 2; h++) own[h] = d[strip][4 * g + 2 * h + 1];
-            const bool last = (lane & 3) == 3;
-            if constexpr (cfg::WIDE) {
-                UNROLL for (int h = 0; h < 2; h++)
-                    left[h] = __shfl_sync(~0u, last ? before[h] : own[h], from);
-            } else {
-                const u32 word = __shfl_sync(~0u, last ? engine::packed(before[0], before[1]) : engine::packed(own[0], own[1]), from);
-                UNROLL for (int h = 0; h < 2; h++) left[h] = engine::unpacked(word, h);
-            }
-            UNROLL for (int h = 0; h < 2; h++) {
-                float& v = d[strip][4 * g + 2 * h];
-                v = engine::folded(v, left[h]);
-                before[h] = own[h];
-            }
+// A row of a tile as windows fold it: of each group of 8 positions the two that a thread has.
+typedef u32 Row[cfg::GROUPS][2][WORDS];
+constexpr int ROW_PARTS = (cfg::GROUPS * 2 * WORDS + 3) / 4;  // parts of 16 bytes of it
+
+DEVICE void pack(u32 (&to)[WORDS], float first, float second) {
+    if constexpr (cfg::WIDE) to[0] = __float_as_uint(first), to[1] = __float_as_uint(second);
+    else to[0] = engine::packed(first, second);
+}
+DEVICE u32 fold(u32 a, u32 b) {
+    if constexpr (cfg::WIDE) return __float_as_uint(engine::folded(__uint_as_float(a), __uint_as_float(b)));
+    else return engine::folded_halves(a, b);
+}
+
+// What `before` makes of a group's sums; rounding now or after the fold is the same.
+DEVICE void values(u32 (&to)[2][WORDS], const engine::Epilogue& e, const float (&d)[SUMS], const Features (&c)[2],
+                   int m, int strip, int g) {
+    UNROLL for (int x = 0; x < 2; x++) {
+        float v[2];
+        UNROLL for (int h = 0; h < 2; h++) {
+            bool inside;
+            const Place p = e.place<false>(strip * engine::View<false>::ACROSS + g, m, h, x, inside);
+            v[h] = before(e.a, d[4 * g + 2 * h + x], c[h], p);
+            if (EDGES && !inside) v[h] = nothing();
         }
+        pack(to[x], v[0], v[1]);
     }
 }
 
-// A window's first row has the row above: that of the strip before, or what the tile before hands on
-// at `from`. The last strip's goes to `to`.
-DEVICE void fold_down(float (&d)[cfg::STRIPS][SUMS], u32 from, u32 to, bool take) {
-    constexpr int WORDS = cfg::WIDE ? 2 : 1, LAST = cfg::STRIPS - 1;
+// A row from shared memory, or to there: a thread's parts of 16 bytes, 128 threads' side by side.
+DEVICE void take_row(Row& row, u32 from) {
+    u32 flat[4 * ROW_PARTS];
+    UNROLL for (int i = 0; i < ROW_PARTS; i++) {
+        const uint4 v = load_part(from + i * (128 * 16));
+        flat[4 * i] = v.x, flat[4 * i + 1] = v.y, flat[4 * i + 2] = v.z, flat[4 * i + 3] = v.w;
+    }
+    UNROLL for (int i = 0; i < cfg::GROUPS * 2 * WORDS; i++) row[i / (2 * WORDS)][i / WORDS % 2][i % WORDS] = flat[i];
+}
+DEVICE void copy(Row& to, const Row& from) {
+    UNROLL for (int i = 0; i < cfg::GROUPS * 2 * WORDS; i++)
+        to[i / (2 * WORDS)][i / WORDS % 2][i % WORDS] = from[i / (2 * WORDS)][i / WORDS % 2][i % WORDS];
+}
+DEVICE void hand_on(const Row& row, u32 to) {
+    u32 flat[4 * ROW_PARTS];
+    UNROLL for (int i = 0; i < 4 * ROW_PARTS; i++)
+        flat[i] = i < cfg::GROUPS * 2 * WORDS ? row[i / (2 * WORDS)][i / WORDS % 2][i % WORDS] : 0;
+    UNROLL for (int i = 0; i < ROW_PARTS; i++)
+        store_part(to + i * (128 * 16), make_uint4(flat[4 * i], flat[4 * i + 1], flat[4 * i + 2], flat[4 * i + 3]));
+}
+
+// Windows, each in the first sum of its two rows and two positions. A window's first row is the one
+// above, its first position the left neighbour's second one.
+DEVICE void fold_windows(float (&d)[cfg::STRIPS][SUMS], const engine::Epilogue& e, const Features (&c)[2], int m,
+                         const Row& above, const Row& last) {
+    constexpr int CELLS = (cfg::STRIPS + 1) / 2;
+    const int from = (e.lane & 28) | ((e.lane + 3) & 3);
+    const bool ends = (e.lane & 3) == 3;
+    u32 before_it[CELLS][WORDS];
+    UNROLL for (int q = 0; q < CELLS; q++) pack(before_it[q], nothing(), nothing());
     UNROLL for (int g = 0; g < cfg::GROUPS; g++) {
-        float above[2], mine[2];
-        UNROLL for (int h = 0; h < 2; h++)
-            mine[h] = engine::folded(d[LAST][4 * g + 2 * h], d[LAST][4 * g + 2 * h + 1]);
-        if (take) {
-            const u32 word = load_word(from + g * WORDS * 512);
-            if constexpr (cfg::WIDE) {
-                above[0] = __uint_as_float(word);
-                above[1] = __uint_as_float(load_word(from + (2 * g + 1) * 512));
-            } else {
-                UNROLL for (int h = 0; h < 2; h++) above[h] = engine::unpacked(word, h);
+        u32 row[cfg::STRIPS][2][WORDS];
+        UNROLL for (int strip = 0; strip + 1 < cfg::STRIPS; strip++) values(row[strip], e, d[strip], c, m, strip, g);
+        UNROLL for (int q = 0; q < CELLS; q++)
+            UNROLL for (int i = 0; i < WORDS; i++) {
+                u32 v[2];
+                UNROLL for (int x = 0; x < 2; x++) {
+                    const u32 low = 2 * q + 2 < cfg::STRIPS ? row[2 * q + 1][x][i] : last[g][x][i];
+                    v[x] = fold(fold(row[2 * q][x][i], low), q > 0 ? row[2 * q - 1][x][i] : above[g][x][i]);
+                }
+                const u32 left = __shfl_sync(~0u, ends ? before_it[q][i] : v[1], from);
+                before_it[q][i] = v[1];
+                const u32 all = fold(fold(v[0], v[1]), left);
+                UNROLL for (int h = 0; h < 2; h++) {
+                    if (cfg::WIDE && h != i) continue;
+                    d[2 * q][4 * g + 2 * h] = cfg::WIDE ? __uint_as_float(all) : engine::unpacked(all, h);
+                }
             }
-        }
-        if constexpr (cfg::WIDE) {
-            UNROLL for (int h = 0; h < 2; h++) store_word(to + (2 * g + h) * 512, __float_as_uint(mine[h]));
-        } else {
-            store_word(to + g * 512, engine::packed(mine[0], mine[1]));
-        }
-        UNROLL for (int h = 0; h < 2; h++) {
-            UNROLL for (int strip = 2; strip < cfg::STRIPS; strip += 2)
-                d[strip][4 * g + 2 * h] = engine::folded(
-                    d[strip][4 * g + 2 * h],
-                    engine::folded(d[strip - 1][4 * g + 2 * h], d[strip - 1][4 * g + 2 * h + 1]));
-            if (take) d[0][4 * g + 2 * h] = engine::folded(d[0][4 * g + 2 * h], above[h]);
-        }
     }
 }
 
@@ -354,7 +195,13 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
     Features c[cfg::BLOCKS][2];
     UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
         UNROLL for (int h = 0; h < 2; h++) c[m][h] = features(a, 0, min(e.feature(m, h), cfg::FEATURES - 1));
+    Row own[cfg::BLOCKS];  // the last row, where there is one team
     bool weights_here = false;
+    if (W_HELD && mine.first < mine.last) {
+        weights_come(s, 0, WEIGHTS);
+        weights_here = true;
+    }
+    const Weights<W_HELD> weights = Weights<W_HELD>::of(s.w + member * cfg::BLOCKS * BLOCK * 128, thread);
     int slot = 0, turn = 0;
     for (int n = mine.first; n < mine.last; n++, turn++) {
         const bool ends = n + 1 == mine.last || begins(n + 1);
@@ -367,45 +214,64 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
         t = tile_at(n, mine.feature);
         const int other = (group + WARPGROUPS - cfg::SPLIT) % WARPGROUPS;  // that has the tile before
         const u32 parity = (turn - 1) / cfg::TEAMS & 1;
+        if constexpr (RUN_CHUNKS == 1) {
+            // a slot's barrier tells one round from the next only: those of the tile before have come
+            if (cfg::TEAMS > 1 && turn > 0) barrier_wait(s.ready + 8 * other, parity);
+            operands_here(s, slot, 0, weights_here);
+            if constexpr (cfg::TEAMS > 1) arrive(s.ready + 8 * group);
+        }
+        mark(1, turn);
         Sums d;
         if (cfg::TEAMS > 1 && turn > 0) barrier_wait(s.turn + 8 * other, parity);
-        mark(1, turn);
-        sum(d, s, s.w + member * cfg::BLOCKS * BLOCK * 128, slot, weights_here);
-        weights_here = true;
         mark(2, turn);
+        const auto tile_before = [&]() {
+            if (cfg::TEAMS > 1 && turn > 0) barrier_wait(s.done + 8 * other, parity);
+        };
+        sum(d, s, weights, slot, weights_here, tile_before);
+        weights_here = true;
         if constexpr (cfg::TEAMS > 1) arrive(s.turn + 8 * group);
         products_wait<0>();
         mark(3, turn);
-        const bool stores = n > mine.first || !mine.above;
-        if (cfg::FOLD != 0 && stores) engine::all_results<0, false>(e, d, c, results);
-        typedef engine::View<false> V;
-        UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
-            UNROLL for (int strip = 0; strip < cfg::STRIPS; strip++)
-                UNROLL for (int i = 0; i < SUMS; i++) {
-                    bool inside;
-                    const int h = i >> 1 & 1;
-                    const Place p = e.place<false>(strip * V::ACROSS + i / 4, m, h, i & 1, inside);
-                    float& v = d[m][strip][i];
-                    v = before(a, v, c[m][h], p);
-                    if (CARRIED && EDGES && !inside) v = nothing();
-                }
-        if constexpr (CARRIED)
-            UNROLL for (int m = 0; m < cfg::BLOCKS; m++) fold_left(d[m], lane);
-        mark(4, turn);
-        // the tiles before have multiplied, and the last one has handed on its row
-        if (cfg::TEAMS > 1 && turn > 0) barrier_wait(s.done + 8 * other, parity);
-        for (int u = 0; u < spent; u++)
-            arrive(s.x_empty + 8 * ((slot + (RUN_CHUNKS - 1) + u) % cfg::X_STAGES));
+        tile_before();  // it has multiplied, and handed on its row
+        give_back(s, slot + (RUN_CHUNKS - 1), spent);
         slot += spent * RUN_CHUNKS;
+        mark(4, turn);
+        const bool stores = n > mine.first || !mine.above;
         if constexpr (CARRIED) {
+            Row above[cfg::BLOCKS], last[cfg::BLOCKS];
+            const bool take = n > mine.first && !begins(n);
             UNROLL for (int m = 0; m < cfg::BLOCKS; m++) {
-                const u32 row = s.carry + m * (CARRY_BYTES / cfg::BLOCKS) + thread * 4;
-                fold_down(d[m], row + other * CARRY_BYTES, row + group * CARRY_BYTES, n > mine.first && !begins(n));
+                constexpr int LAST = cfg::STRIPS - 1;
+                UNROLL for (int g = 0; g < cfg::GROUPS; g++) values(last[m][g], e, d[m][LAST], c[m], m, LAST, g);
+                const u32 row = s.carry + m * (CARRY_BYTES / cfg::BLOCKS) + thread * 16;
+                if (take) {
+                    if constexpr (cfg::TEAMS > 1) take_row(above[m], row + other * CARRY_BYTES);
+                    else copy(above[m], own[m]);
+                } else {
+                    UNROLL for (int g = 0; g < cfg::GROUPS; g++)
+                        UNROLL for (int x = 0; x < 2; x++) pack(above[m][g][x], nothing(), nothing());
+                }
+                if constexpr (cfg::TEAMS > 1) hand_on(last[m], row + group * CARRY_BYTES);
+                else copy(own[m], last[m]);
             }
+            if constexpr (cfg::TEAMS > 1) arrive(s.done + 8 * group);
+            mark(5, turn);
+            if (!stores) continue;
+            UNROLL for (int m = 0; m < cfg::BLOCKS; m++) fold_windows(d[m], e, c[m], m, above[m], last[m]);
+        } else {
+            if constexpr (cfg::TEAMS > 1) arrive(s.done + 8 * group);
+            mark(5, turn);
+            if (cfg::FOLD != 0) engine::all_results<0, false>(e, d, c, results);
+            UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
+                UNROLL for (int strip = 0; strip < cfg::STRIPS; strip++)
+                    UNROLL for (int i = 0; i < SUMS; i++) {
+                        bool inside;
+                        const int h = i >> 1 & 1;
+                        const Place p = e.place<false>(strip * engine::View<false>::ACROSS + i / 4, m, h, i & 1, inside);
+                        d[m][strip][i] = before(a, d[m][strip][i], c[m][h], p);
+                    }
         }
-        if constexpr (cfg::TEAMS > 1) arrive(s.done + 8 * group);
-        mark(5, turn);
-        if (!stores) continue;
+        mark(6, turn);
         engine::all_results<0, cfg::FOLD != 0>(e, d, c, results);
         if constexpr (cfg::STAGED) {
             e.tile_is_free();
@@ -414,7 +280,7 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
             engine::all_folds<0>(e);
             group_barrier(1 + group, 128);  // all have read
         }
-        mark(6, turn);
+        mark(7, turn);
     }
     if (thread == 0) stores_wait_read<0>();  // shared memory goes with the program
 }
@@ -426,11 +292,12 @@ DEVICE void run(const Args& a, const T* x, const TensorMap* w, const TensorMap* 
     if (threadIdx.x == 0) {
         for (int i = 0; i < WEIGHTS; i++) barrier_init(s.w_full + 8 * i, 1);
         for (int i = 0; i < cfg::X_STAGES; i++) {
-            barrier_init(s.x_full + 8 * i, LOADER_WARPS);
+            barrier_init(s.x_full + 8 * i, SLOT_ROWS);
             barrier_init(s.x_empty + 8 * i, 4 * cfg::SPLIT);
         }
-        for (int i = 0; i < RAW_STAGES; i++) barrier_init(s.raw_full + 8 * i, 1);
+        for (int i = 0; i < LOADER_WARPS * RAW_STAGES; i++) barrier_init(s.raw_full + 8 * i, 1);
         for (int i = 0; i < WARPGROUPS; i++) {
+            barrier_init(s.ready + 8 * i, 4);
             barrier_init(s.turn + 8 * i, 4);
             barrier_init(s.done + 8 * i, 4);
         }
@@ -441,8 +308,14 @@ DEVICE void run(const Args& a, const T* x, const TensorMap* w, const TensorMap* 
     publish();
     __syncthreads();
     wait_for_launch_before();
-    if (threadIdx.x >= 128 * WARPGROUPS) load(s, x, w, threadIdx.x - 128 * WARPGROUPS);
-    else consume(s, a, results);
+    const int warp = threadIdx.x >> 5;
+    if (warp < 4 * WARPGROUPS) {  // this branch first: else ptxas gives it no more registers
+        if constexpr (HANDED_ON) more_registers<MULTIPLYING>();
+        consume(s, a, results);
+    } else {
+        if constexpr (HANDED_ON) fewer_registers<LOADING>();
+        load(s, x, w, warp - 4 * WARPGROUPS, threadIdx.x & 31);
+    }
     start_next_launch();
 }
 

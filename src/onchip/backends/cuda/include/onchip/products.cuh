@@ -91,6 +91,13 @@ DEVICE void multiply_split(D& d, const W& w, u64 b, Order& order) {
     }
 }
 
+template <class D>
+DEVICE void clear(D& d) {
+    UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
+        UNROLL for (int n = 0; n < cfg::STRIPS; n++)
+            UNROLL for (int i = 0; i < SUMS; i++) d[m][n][i] = 0.f;
+}
+
 // A slot is free, as far as this warp is concerned: for all programs that fill it together.
 template <int PROGRAMS>
 DEVICE void release(u32 barrier) {
@@ -111,12 +118,14 @@ struct Consumer {
 
     // All of a tile's products into d.
     template <class D>
-    __device__ __forceinline__ void sum(D& d, const Tile& t) {
+    __device__ __forceinline__ void sum(D& d, const Tile& t, int turn) {
         const u64 a = operand<W_ROW>(s.w + member * cfg::BLOCKS * BLOCK * cfg::ROW, 8 * W_ROW);
         const u64 b = operand<cfg::ROW>(s.x, cfg::GROUP_ROWS * cfg::ROW);
         int w_before = -1, x_before = -1, x_now = 0;
-        u32 add = 0;
-        walk(
+        u32 add = cfg::K_SPLIT > 1;
+        // of a part whose number of steps ptxas can't tell, sums without a value would serialize products
+        if constexpr (cfg::K_SPLIT > 1) clear(d);
+        walk<UNROLLED>(
             t,
             [&](int c, int phase) {
                 barrier_wait(s.x_full + 8 * x.slot, x.parity);
@@ -128,6 +137,7 @@ struct Consumer {
             [&](int c, int tap, bool first) {
                 const int slot = STREAM ? w.slot : c * cfg::TAPS + tap;
                 if (STREAM || !weights_here) barrier_wait(s.w_full + 8 * slot, STREAM ? w.parity : 0);
+                if (w_before < 0 && x_before < 0 && first) mark(8, turn);
                 products_fence();
                 multiply(d, a + (u64)(slot * (cfg::W_BYTES / 16)),
                          b + (u64)(x_now * (cfg::X_SLOT / 16) + cfg::TAP_ROWS[tap] * (cfg::ROW / 16)), add);
@@ -155,11 +165,9 @@ struct Consumer {
     template <class D>
     __device__ __forceinline__ void sum_split(D& d, const Tile& t, Order& order) {
         const u64 b = operand<cfg::ROW>(s.x, cfg::GROUP_ROWS * cfg::ROW);
-        UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
-            UNROLL for (int n = 0; n < cfg::STRIPS; n++)
-                UNROLL for (int i = 0; i < SUMS; i++) d[m][n][i] = 0.f;
+        clear(d);
         int x_now = -1;
-        walk(
+        walk<UNROLLED>(
             t,
             [&](int c, int phase) {
                 if (x_now >= 0) release<cfg::X_SHARED>(s.x_empty + 8 * x_now);

@@ -21,14 +21,15 @@ constexpr int UNROLLED = cfg::K_SPLIT == 1 && !cfg::SPLITS && cfg::TAPS <= 16 ? 
 // ---- shared memory -----------------------------------------------------------------------------
 
 struct Shared {
-    u32 w, x, out, in, w_full, w_empty, x_full, x_empty, in_full, in_empty, turn, added, split, order;
+    u32 w, x, out, in, sums, w_full, w_empty, x_full, x_empty, in_full, in_empty, turn, added, split, order;
     DEVICE Shared at(u32 start) {
         Shared s;
         s.w = (start + 1023) & ~1023u;
         s.x = s.w + W_TILES * cfg::W_BYTES;
         s.out = s.x + cfg::X_STAGES * cfg::X_SLOT;
         s.in = s.out + WARPGROUPS * cfg::TILE_BYTES;
-        s.w_full = s.in + cfg::R_STAGES * cfg::SPLIT * cfg::READ_BYTES;
+        s.sums = s.in + cfg::R_STAGES * cfg::SPLIT * cfg::READ_BYTES;
+        s.w_full = s.sums + cfg::EXCHANGE_BYTES;
         s.w_empty = s.w_full + 8 * W_TILES;
         s.x_full = s.w_empty + 8 * W_TILES;
         s.x_empty = s.x_full + 8 * cfg::X_STAGES;
@@ -36,7 +37,7 @@ struct Shared {
         s.in_empty = s.in_full + 8 * cfg::R_STAGES;
         s.turn = s.in_empty + 8 * cfg::R_STAGES;
         s.added = s.turn + 8 * cfg::TEAMS;
-        s.split = s.added + 8 * WARPGROUPS;
+        s.split = s.added + 16 * (cfg::K_SPLIT > 1);
         s.order = s.split + 8 * cfg::X_STAGES;
         return s;
     }
@@ -97,7 +98,8 @@ DEVICE int next_tile() { return gridDim.x / cfg::CLUSTER; }
 
 // Every chunk of a tile's input and every step on it, in the order in which both sides of the rings
 // go: chunk(channels, phase), then step(channels, tap, first of the chunk).
-template <class Chunk, class Step>
+// `unrolled`: taps. What multiplies unrolls them, since products wait for what lies between two steps.
+template <int unrolled, class Chunk, class Step>
 DEVICE void walk(const Tile& t, Chunk chunk, Step step) {
     const int first = cfg::K_SPLIT > 1 ? t.first_step() : 0;
     const int last = cfg::K_SPLIT > 1 ? t.last_step() : STEPS;
@@ -110,7 +112,7 @@ DEVICE void walk(const Tile& t, Chunk chunk, Step step) {
             const int end = min(high, cfg::PHASE_BEGIN[phase + 1]);
             if (begin < end) {
                 chunk(c, phase);
-#pragma unroll UNROLLED
+#pragma unroll unrolled
                 for (int tap = begin; tap < end; tap++) step(c, tap, tap == begin);
             }
         }
