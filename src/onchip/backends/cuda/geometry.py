@@ -262,8 +262,7 @@ class Geometry:
 
     @property
     def threads(self) -> int:
-        """Of a program: its warpgroups, a warp that fetches operands, one that fetches reads; where
-        operands are split, a warpgroup of these two and two that split."""
+        """Of a program: warpgroups, a warp for operands, one for reads; two more that split."""
         if self.problem.splits:
             return 128 * (self.warpgroups + 1)
         return 128 * self.warpgroups + 32 * (1 + bool(self.tile_reads))
@@ -318,8 +317,7 @@ class Geometry:
 
     @cached_property
     def tile_reads(self) -> tuple[Read, ...]:
-        """What the epilogue reads by tiles; element by element where windows are folded from shared
-        memory."""
+        """What the epilogue reads by tiles; element by element where windows are `staged`."""
         if self.staged:
             return ()
         return tuple(r for r in self.problem.reads if r.kind == "tile")
