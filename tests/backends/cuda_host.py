@@ -77,7 +77,9 @@ class Text:
 
     @property
     def functions(self) -> list[str]:
-        return ["before", *(f"result{n}" for n in range(len(self.problem.results)))]
+        results, totals = self.problem.results, self.problem.totals
+        names = [f"result{n}" for n in range(len(results))]
+        return ["before", *names, *(f"total{n}" for n in range(len(totals)))]
 
     def host_loops(self) -> str:
         out = [self.text]

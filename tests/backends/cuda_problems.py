@@ -149,16 +149,41 @@ class Epilogue:
         r = self.p.results[n]
         return over(r.value, self.axes(r.pooled), self.case.values, d)
 
+    def total(self, n: int, d: np.ndarray) -> np.ndarray:
+        """What the n-th total folds."""
+        return over(self.p.totals[n].value, self.axes(False), self.case.values, d)
+
+    def kept(self) -> tuple[Axis, ...]:
+        """Axes of finals."""
+        lines = zip(self.p.position_axes, self.p.lines, strict=True)
+        return (self.p.batch_axis, self.p.feature_axis, *(a for a, x in lines if x.apart))
+
+    def final(self, n: int, totals: list[np.ndarray]) -> np.ndarray:
+        """Of the n-th final, from the totals over its axes."""
+        values, value = dict(self.case.values), self.p.finals[n].value
+        for t, total in zip(self.p.totals, totals, strict=True):
+            held = given(total.shape, DType.F64, "total")
+            values[held], element = total, Load(held, self.kept())
+            value = rewrite(value, lambda x, t=t, element=element: element if x is t.var else None)
+        return over(value, self.kept(), values)
+
 
 def results(p: Problem, case: Case, epilogue: Epilogue | None = None) -> list[np.ndarray]:
     """Each result; an element that is stored twice or not at all is an error."""
     epilogue = epilogue or Epilogue(p, case)
     d = sums(p, case)
     cells = folded(p.fold, epilogue.before(d), p.lines) if p.fold else d
+    summed = tuple(2 + n for n, x in enumerate(p.lines) if not x.apart)
+    folds = {"sum": np.sum, "max": np.max, "min": np.min}
+    totals = [folds[t.fold](epilogue.total(n, d), summed) for n, t in enumerate(p.totals)]
+    made = [
+        (r, epilogue.axes(r.pooled), epilogue.result(n, cells if r.pooled else d))
+        for n, r in enumerate(p.results)
+    ]
+    made += [(r, epilogue.kept(), epilogue.final(n, totals)) for n, r in enumerate(p.finals)]
     out = []
-    for n, r in enumerate(p.results):
-        value = epilogue.result(n, cells if r.pooled else d)
-        index = [over(i, epilogue.axes(r.pooled), case.values) for i in r.index]
+    for r, axes, value in made:
+        index = [over(i, axes, case.values) for i in r.index]
         stored = np.full(r.tensor.shape, np.nan)
         count = np.zeros(r.tensor.shape, int)
         np.add.at(count, tuple(index), 1)
@@ -172,7 +197,8 @@ def check(case: Case, tolerance: float = 1e-7, epilogue: Epilogue | None = None)
     """Assert that the problem's results are the module's."""
     p = case.problem
     assert isinstance(p, Problem), f"refused: {p}"
-    got = dict(zip((r.tensor for r in p.results), results(p, case, epilogue), strict=True))
+    stored = (*p.results, *p.finals)
+    got = dict(zip((r.tensor for r in stored), results(p, case, epilogue), strict=True))
     for t, want in zip(case.results, case.wanted, strict=True):
         scale = np.abs(want[np.isfinite(want)]).max(initial=1e-3)
         np.testing.assert_allclose(got[t], want, rtol=tolerance, atol=tolerance * scale)

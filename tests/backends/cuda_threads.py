@@ -11,17 +11,25 @@ from pathlib import Path
 import torch
 from tests.backends.cuda_host import HOST, INCLUDE
 
-from onchip.backends.cuda.source import CudaSource
+from onchip.backends.cuda.source import CudaSource, Further
 from onchip.backends.nvidia.source import TensorMap
 
-STORED = {torch.bfloat16: "u16", torch.float16: "u16", torch.float32: "float"}
+STORED = {torch.bfloat16: "u16", torch.float16: "u16", torch.float32: "float", torch.uint8: "float"}
 KINDS = {"bf16": "b", "f16": "h", "tf32": "t"}
 
 
 def run(source: CudaSource, x: int, memory: Sequence[torch.Tensor], folder: Path) -> None:
-    """Runs the clusters of programs one after the other; results are written to `memory`, the
-    kernel's inputs and outputs as they lie, of which the x-th is what threads copy. Raises
-    AssertionError with what stopped a program."""
+    """Runs the clusters of programs of each launch one after the other; results are written to
+    `memory`, the kernel's inputs, outputs and workspace (bytes) as they lie, of which the x-th is
+    what threads copy. Raises AssertionError with what stopped a program."""
+    for n, part in enumerate((source, *source.further)):
+        _launch(source, part, n, x, memory, folder)
+
+
+def _launch(
+    source: CudaSource, part: CudaSource | Further, number: int, x: int,
+    memory: Sequence[torch.Tensor], folder: Path,
+) -> None:  # fmt: skip
     instruction = r"DEVICE void product\(float \(&d\)\[(\d+)\].*?\n\}"
     on_host, found = re.subn(instruction, _product, source.text, flags=re.S)
     assert found, "a kernel multiplies"
@@ -31,7 +39,7 @@ def run(source: CudaSource, x: int, memory: Sequence[torch.Tensor], folder: Path
         names[-1].write_bytes(t.contiguous().view(torch.uint8).numpy().tobytes())
         head.append(f'char* p{n} = read("{names[-1]}", {t.nbytes});')
     head.append(f"copied_from = p{x}, copied_to = p{x} + {memory[x].nbytes};")
-    for k, q in enumerate(source.parameters):
+    for k, q in enumerate(part.parameters):
         t = memory[q.n]
         if isinstance(q, TensorMap):
             assert set(q.every) == {1}
@@ -44,23 +52,25 @@ def run(source: CudaSource, x: int, memory: Sequence[torch.Tensor], folder: Path
             args.append(f"m{k}")
         else:
             args.append(f"({STORED[t.dtype]}*)p{q.n}")
-    last = len(memory) - 1
+    written = range(len(source.inputs), len(memory))
     main = MAIN.format(
-        head="\n    ".join(head), programs=source.programs, threads=source.threads,
-        call=f"{source.name}({', '.join(args)})", out=last, result=names[last],
-        nbytes=memory[last].nbytes, cluster=source.cluster,
+        head="\n    ".join(head), programs=part.programs, threads=part.threads,
+        call=f"{part.name}({', '.join(args)})", cluster=1 if number else source.cluster,
+        tail="\n    ".join(f'write(p{n}, "{names[n]}", {memory[n].nbytes});' for n in written),
     )  # fmt: skip
     text, made = folder / "kernel.cpp", folder / "kernel"
     text.write_text(on_host + main)
     flags = ["-std=c++20", "-O1", "-w", "-pthread", f"-I{HOST}", f"-I{INCLUDE}"]
+    flags += [f"-DONCHIP_LAUNCH={number}"] * (number > 0)
     built = subprocess.run(
         ["g++", *flags, str(text), "-o", str(made)], capture_output=True, text=True
     )
     assert built.returncode == 0, built.stderr[:4000]
     done = subprocess.run([str(made)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    data = torch.frombuffer(bytearray(names[last].read_bytes()), dtype=memory[last].dtype)
-    memory[last].copy_(data.view(memory[last].shape))
+    for n in written:
+        data = torch.frombuffer(bytearray(names[n].read_bytes()), dtype=memory[n].dtype)
+        memory[n].copy_(data.view(memory[n].shape))
 
 
 def _product(found: re.Match[str]) -> str:
@@ -85,6 +95,11 @@ static char* read(const char* name, long n) {{
     std::fclose(file);
     return p;
 }}
+static void write(const char* p, const char* name, long n) {{
+    std::FILE* file = std::fopen(name, "wb");
+    std::fwrite(p, 1, n, file);
+    std::fclose(file);
+}}
 int main() {{
     {head}
     gridDim.x = {programs}, blockDim.x = {threads}, cluster_size = {cluster};
@@ -98,8 +113,6 @@ int main() {{
             }});
         for (std::thread& t : threads) t.join();
     }}
-    std::FILE* file = std::fopen("{result}", "wb");
-    std::fwrite(p{out}, 1, {nbytes}, file);
-    std::fclose(file);
+    {tail}
 }}
 """

@@ -32,8 +32,9 @@ def source_of(p: Problem, c: Config) -> CudaSource:
     return source
 
 
-def compiled(text: str) -> Compiled:
-    error, said, *_ = run_nvrtc(text, "engine.cu", headers(INCLUDE), OPTIONS)
+def compiled(text: str, more: tuple[str, ...] = ()) -> Compiled:
+    """more: options."""
+    error, said, *_ = run_nvrtc(text, "engine.cu", headers(INCLUDE), (*OPTIONS, *more))
     assert not int(error), said
     registers = re.search(r"Used (\d+) registers", said)
     spilled = re.findall(r"(\d+) bytes spill", said)

@@ -16,7 +16,7 @@ from tests.backends.fake_driver import Driver, installed
 
 from onchip.backends.cuda import build
 from onchip.backends.cuda.build import build_all
-from onchip.backends.cuda.source import CudaSource, Pointer
+from onchip.backends.cuda.source import CudaSource, Further, Pointer
 from onchip.backends.nvidia import launcher, pool
 from onchip.backends.nvidia.build import Built
 from onchip.backends.nvidia.resources import over_budget, tool
@@ -136,6 +136,30 @@ def test_figures_and_warnings_of_known_kernels(cache):
     (again,) = built(source(PRODUCTS.replace("BETWEEN", "d[k] += 1.f;"), "multiply"))
     assert again.reused
     assert again.resources == made[2].resources  # warnings too
+
+
+TWICE = f"""\
+#ifndef ONCHIP_LAUNCH
+{ADD.replace("SCALE", "2")}
+#else
+extern "C" __global__ void negate(float* c) {{ c[threadIdx.x] = -c[threadIdx.x]; }}
+#endif
+"""
+
+
+@needs_nvrtc
+def test_each_launch_of_a_text_is_a_binary_of_its_own(cache):
+    further = (Further("negate", (Pointer(2),), 1, 64),)
+    (b,) = built(source(TWICE, "add", further=further))
+    assert [c.name for c in b.cubins] == ["add", "negate"]
+    assert len({c.path for c in b.cubins}) == 2
+    assert [(x.name, x.programs, x.warps, x.arguments) for x in b.launches] == [
+        ("add", 3, 4, (0, 1, 2)), ("negate", 1, 2, (2,)),
+    ]  # fmt: skip
+    assert [r.warps for r in b.resources] == [4, 2]
+    assert len(list(cache.rglob("*.cubin"))) == 2
+    says = refused(source(TWICE, "add", further=(Further("lost", (), 1, 32),)))
+    assert 'no kernel of that name: extern "C" __global__ void lost' in says
 
 
 # ---- what goes wrong ---------------------------------------------------------------------------

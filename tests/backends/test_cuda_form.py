@@ -443,12 +443,12 @@ def transposed_with_dilation():
     return nn.ConvTranspose1d(16, 24, 4, 2, 1, dilation=3), image(2, 16, 9)
 
 
-@refused("a window along an axis that is no line of positions")
+@refused("a fold over features behind the product")
 def transposed_side_by_side_with_a_pool_behind():
     return S(nn.ConvTranspose2d(16, 24, 2, 2), nn.AvgPool2d(2)), image(2, 16, 5, 6)
 
 
-@refused("a window along an axis that is no line of positions")
+@refused("a fold over batches behind the product")
 def transposed_with_a_pool_behind():
     return S(nn.ConvTranspose2d(16, 24, 4, 2, 1), nn.AvgPool2d(2)), image(2, 16, 5, 6)
 
@@ -548,6 +548,120 @@ def a_mask():
     return Fn(lambda s, x: s.c(x) > 0, c=conv(16, 24, 3)), image(2, 16, 10, 10)
 
 
+# ---- totals over positions -----------------------------------------------------------------------
+
+
+def sums(y: torch.Tensor, *over: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return y.sum(over), (y * y).sum(over)
+
+
+@fits
+def statistics_of_a_batch():
+    def f(s, x):
+        y = s.c(x)
+        return y, *sums(y, 0, 2, 3)
+
+    return Fn(f, c=conv(16, 24, 3, padding=1)), image(3, 16, 6, 8)
+
+
+@fits
+def finished_statistics():
+    def f(s, x):
+        y = F.relu(s.c(x))
+        first, second = sums(y, 0, 2, 3)
+        mean = first / 144
+        return mean, torch.rsqrt(second / 144 - mean * mean + s.e), y
+
+    return Fn(f, c=conv(16, 24, 1), e=nn.Parameter(torch.rand(24))), image(3, 16, 6, 8)
+
+
+@fits
+def mean_of_a_large_picture():
+    return S(conv(16, 24, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()), image(
+        3, 16, 20, 19
+    )
+
+
+@fits
+def extremes_of_rows():
+    def f(s, x):
+        y = s.c(x)
+        return y.amax((0, 3)), y.amin((0, 3)), y.sum((0, 3)).mul(2)
+
+    return Fn(f, c=conv(16, 24, 3)), image(3, 16, 20, 19)
+
+
+@fits
+def sums_of_a_residual():
+    def f(s, x, r):
+        y = s.c(x) + r
+        return y, *sums(y, 0, 2, 3)
+
+    return Fn(f, c=conv(16, 24, 1)), image(3, 16, 6, 8), image(3, 24, 6, 8)
+
+
+@fits
+def sums_of_columns():
+    def f(s, x):
+        y = s.m(x)
+        return y, *sums(y, 0)
+
+    return Fn(f, m=nn.Linear(16, 24)), torch.randn(300, 16)
+
+
+@fits
+def sums_of_groups():
+    f = Fn(lambda s, x: sums(s.c(x), 0, 2, 3), c=conv(32, 48, 3, groups=2))
+    return f, image(3, 32, 6, 8)
+
+
+@fits
+def sums_of_matrices():
+    f = Fn(lambda s, x, y: torch.bmm(x, y.mT).sum(1))
+    return f, torch.randn(3, 300, 16), torch.randn(3, 24, 16)
+
+
+@refused("it reads the product both element by element and folded")
+def batch_norm_of_the_batch():
+    f = Fn(lambda s, x: F.batch_norm(s.c(x), None, None, training=True), c=conv(16, 24, 3))
+    return f, image(3, 16, 20, 19)
+
+
+@refused("it reads the product both element by element and folded")
+def norm_of_the_batch_by_hand():
+    def f(s, x):
+        y = s.c(x)
+        mean, square = y.mean((0, 2, 3), keepdim=True), (y * y).mean((0, 2, 3), keepdim=True)
+        return (y - mean) * torch.rsqrt(square - mean * mean + 1e-5)
+
+    return Fn(f, c=conv(16, 24, 3)), image(3, 16, 20, 19)
+
+
+@refused("it folds the product twice")
+def variance():
+    f = Fn(lambda s, x: torch.var_mean(s.c(x), (0, 2, 3)), c=conv(16, 24, 3))
+    return f, image(3, 16, 20, 19)
+
+
+@refused("a fold over features behind the product")
+def sums_of_rows():
+    return Fn(lambda s, x: s.m(x).sum(1), m=nn.Linear(16, 24)), torch.randn(300, 16)
+
+
+@refused("positions side by side in memory are kept, and others folded")
+def mean_of_distant_positions():
+    return Fn(lambda s, x: s.m(x).mean(0), m=nn.Linear(16, 24)), torch.randn(300, 5, 16)
+
+
+@refused("over other axes than another's")
+def sums_over_different_axes():
+    def f(s, x):
+        y = s.c(x)
+        return y.sum((2, 3)), y.sum((0, 2, 3))
+
+    return Fn(f, c=conv(16, 24, 3)), image(3, 16, 20, 19)
+
+
 # ---- tests ---------------------------------------------------------------------------------------
 
 
@@ -610,6 +724,11 @@ class HostEpilogue(Epilogue):
         tiles = [over(ld, axes, self.case.values) if here else np.zeros(d.shape) for ld in reads]
         return self.call(f"result{n}", self.case.values, d, tiles)
 
+    def total(self, n: int, d: np.ndarray) -> np.ndarray:
+        reads = [Load(r.tensor, r.index, r.pad) for r in self.tiles]
+        tiles = [over(ld, self.axes(False), self.case.values) for ld in reads]
+        return self.call(f"total{n}", self.case.values, d, tiles).astype(np.float64)
+
 
 @pytest.fixture(scope="module")
 def lib(texts, by_address, tmp_path_factory):
@@ -656,6 +775,20 @@ def test_lines_that_lie_as_one_are_one(cases) -> None:
     assert [(n.positions, n.taps) for n in side.lines] == [(5, 1), (8, 1), (1, 2)]
     flat = cases["linear_of_a_flattened_picture"].problem
     assert (flat.channels, flat.taps) == (16 * 4 * 6, 1)
+
+
+def test_lines_that_totals_have_apart(cases) -> None:
+    def lines(name: str) -> list[tuple[int, bool]]:
+        return [(n.positions, n.apart) for n in cases[name].problem.lines]
+
+    assert lines("statistics_of_a_batch") == [(8, False), (6, False), (3, False)]
+    assert lines("finished_statistics") == [(144, False)]
+    assert lines("mean_of_a_large_picture") == [(17, False), (18, False), (3, True)]
+    assert lines("extremes_of_rows") == [(17, False), (18, True), (3, False)]
+    assert [t.fold for t in cases["extremes_of_rows"].problem.totals] == ["max", "min", "sum"]
+    # what a tile has whole is a window
+    assert cases["global_average"].problem.totals == ()
+    assert cases["sums_of_a_residual"].problem.reads[1].kind == "tile"
 
 
 def test_lines_that_a_result_has_apart_stay_apart() -> None:

@@ -14,6 +14,7 @@ from onchip.backends.cuda.limits import refusal
 from onchip.backends.cuda.packed import PackedGeometry
 from onchip.backends.cuda.parts import at_once
 from onchip.backends.cuda.registers import launched
+from onchip.backends.cuda.totals import folded_tiles, warps
 
 prepared = cache(lambda name: prepare(CASES[name]))
 
@@ -46,6 +47,20 @@ def test_tiles_have_all_positions_and_cells(name):
 def facts(p: Prepared, g: Geometry) -> Iterator[str]:
     """The branches of the device code that a kernel takes, in words."""
     c, q = g.config, g.problem
+    if q.totals:
+        form = "packed" if isinstance(g, PackedGeometry) else "copied"
+        yield f"totals of {form} input, {'with' if q.results else 'without'} results"
+        yield f"totals, {'places kept apart' if any(x.apart for x in q.lines) else 'of all'}"
+        for name in ("teams", "split", "blocks", "k_split", "x_shared", "w_shared"):
+            if getattr(c, name) > 1:
+                yield f"totals, {name}"
+        yield f"totals along {c.along}"
+        yield from (f"totals by {t.fold}" for t in q.totals)
+        yield f"{len(q.totals)} totals, {'several warps' if warps(g) > 1 else 'one warp'}"
+        if g.tile_reads:
+            yield "totals of tile reads"
+        if folded_tiles(g) % warps(g):
+            yield "warps with different numbers of tiles"
     if isinstance(g, PackedGeometry):
         yield f"packed, {q.kind}, {'windows handed on' if g.carried else 'no windows handed on'}"
         yield f"packed, {c.teams} teams"
@@ -147,6 +162,12 @@ WANTED = [
         ("bf16", ""), ("tf32", ""), ("bf16", "no "), ("fp16", "no "),
     )),
     *(f"packed, {n} teams" for n in (1, 2, 3, 4)),
+    "totals of copied input, with results", "totals of copied input, without results",
+    "totals of packed input, with results", "totals, places kept apart", "totals, of all",
+    *(f"totals, {n}" for n in ("teams", "split", "blocks", "k_split", "x_shared", "w_shared")),
+    "totals along 0", "totals along 1", *(f"totals by {n}" for n in ("sum", "max", "min")),
+    "1 totals, several warps", "2 totals, several warps", "1 totals, one warp",
+    "totals of tile reads", "warps with different numbers of tiles",
     "packed, rows of one chunk", "packed, rows of several chunks",
     "packed, pairs across rows", "packed, pairs of a row",
     "packed, rows by the copy engine", "packed, rows by threads",

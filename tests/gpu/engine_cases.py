@@ -423,6 +423,120 @@ def gelu_linear():
     return Fn(lambda s, x, y: F.gelu(s.m(x)) + y, m=own), tokens(150, 256), tokens(150, 192)
 
 
+# ---- totals --------------------------------------------------------------------------------------
+
+
+def sums(y: torch.Tensor, *over: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What batch statistics are made of, in float32."""
+    wide = y if y.dtype is torch.float64 else y.float()
+    return wide.sum(over), (wide * wide).sum(over)
+
+
+@case(
+    Config((8, 7, 1), 1, teams=2, x_stages=2, w_stages=4),
+    Config((16, 3, 1), 0, blocks=2, x_stages=2, w_stages=3),
+    Config((8, 4, 2), 1, split=2, x_stages=2, w_stages=4),
+    Config((8, 7, 1), 1, x_stages=2, w_stages=4, k_split=4),
+    Config((8, 7, 1), 1, x_stages=2, w_stages=4, x_shared=2),
+    Config((8, 7, 1), 1, x_stages=2, w_stages=4, w_shared=4),
+)
+def statistics():
+    """What a batch norm wants: the result, and sums of it and of its squares."""
+
+    def f(s, x):
+        y = s.c(x)
+        return y, *sums(y, 0, 2, 3)
+
+    return Fn(f, c=conv(64, 130, 3, padding=1)), image(5, 64, 9, 11)
+
+
+@case(Config((8, 5, 1), 1, teams=2, x_stages=2, w_stages=3), exact=False)
+def statistics_finished():
+    def f(s, x):
+        y = F.relu(s.c(x))
+        first, second = sums(y, 0, 2, 3)
+        mean = first / 495
+        return y, mean, torch.rsqrt(second / 495 - mean * mean + 0.25)
+
+    return Fn(f, c=conv(32, 40, 3, padding=1, dtype=FP32)), image(5, 32, 9, 11, dtype=FP32)
+
+
+@case(
+    Config((8, 9, 1), 1, teams=2, x_stages=2, w_stages=4),
+    Config((16, 5, 1), 0, x_stages=2, w_stages=3),
+    Config((24, 8, 1), 0, x_stages=3, w_stages=3),
+    Config((8, 9, 1), 1, x_stages=2, w_stages=4, k_split=3),
+)
+def mean_of_pictures():
+    """More positions than a tile has, no multiples of one: 19 x 21. 512 is an exact divisor."""
+    own = conv(64, 72, 3, padding=1)
+    return Fn(lambda s, x: F.relu(s.c(x)).sum((2, 3)) / 512, c=own), image(3, 64, 19, 21)
+
+
+@case(Config((8, 9, 1), 1, teams=2, x_stages=2, w_stages=4), exact=False)
+def global_average_pool():
+    own = conv(64, 64, 3, padding=1)
+    return S(own, nn.SiLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()), image(3, 64, 19, 21)
+
+
+@case(Config((8, 9, 1), 1, teams=2, x_stages=2, w_stages=4), Config((8, 3, 1), 1, blocks=2))
+def extremes_of_pictures():
+    def f(s, x):
+        y = s.c(x)
+        return y.amax((2, 3)), y.amin((2, 3))
+
+    return Fn(f, c=conv(32, 100, 3)), image(2, 32, 22, 19)
+
+
+@case(
+    Config((8, 5, 1), 1, teams=2, x_stages=2, w_stages=3, r_stages=4),
+    Config((16, 5, 1), 0, x_stages=2, w_stages=3, r_stages=2),
+)
+def residual_and_its_sums():
+    def f(s, x, z):
+        y = F.relu(s.c(x) + z)
+        return y, *sums(y, 0, 2, 3)
+
+    return Fn(f, c=conv(64, 64, 3, padding=1)), image(4, 64, 13, 9), image(4, 64, 13, 9)
+
+
+@case(Config((16, 4, 1), 0, teams=2, x_stages=8))
+def three_channels_statistics():
+    def f(s, x):
+        y = s.c(x)
+        return y, *sums(y, 0, 2, 3)
+
+    return Fn(f, c=conv(3, 64, 5, stride=2, padding=2)), image(2, 3, 33, 41)
+
+
+@case(Config((8, 5, 1), 1, x_stages=2, w_stages=3))
+def sums_of_groups_half():
+    own = conv(128, 80, 3, groups=2, dtype=FP16)
+
+    def f(s, x):
+        y = s.c(x)
+        return y.sum((0, 2, 3)) / 64, y.amax((0, 2, 3))
+
+    return Fn(f, c=own), image(3, 128, 11, 12, dtype=FP16)
+
+
+@case(
+    Config((64,), 0, split=2, teams=2, x_stages=3, w_stages=3),
+    Config((96,), 0, x_stages=3, w_stages=3),
+)
+def column_sums():
+    def f(s, x):
+        y = s.m(x)
+        return y, y.sum(0)
+
+    return Fn(f, m=linear(72, 200)), tokens(1001, 72)
+
+
+@case(Config((64, 1), 0, split=2, x_stages=3, w_stages=3))
+def mean_of_sequences():
+    return Fn(lambda s, x: F.relu(s.m(x)).sum(1), m=linear(64, 64)), tokens(6, 301, 64)
+
+
 # ---- products ------------------------------------------------------------------------------------
 
 

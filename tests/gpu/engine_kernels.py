@@ -71,6 +71,7 @@ class Memory:
     given: list[Held]
     fixed: list[Held]
     made: list[Held]
+    handed: list[Held]  # from launch to launch
 
     @classmethod
     def of(cls, r: Ready, c: Candidate, given: Sequence[torch.Tensor], device: str) -> Memory:
@@ -85,22 +86,23 @@ class Memory:
             [held(values[t], c.strides[t]) for t in c.inputs],
             [held(x, x.stride()) for x in r.weights(c)],
             [poisoned(torch_dtype(t), t.shape, c.strides[t], device) for t in c.outputs],
+            [poisoned(torch.float32, (w.nbytes // 4,), (1,), device) for w in c.workspace],
         )
 
     def poison(self) -> None:
-        for memory, _ in self.made:
+        for memory, _ in (*self.made, *self.handed):
             memory.fill_(POISON)
 
     @property
     def pointers(self) -> list[int]:
-        return [x.data_ptr() for _, x in (*self.given, *self.fixed, *self.made)]
+        return [x.data_ptr() for _, x in (*self.given, *self.fixed, *self.made, *self.handed)]
 
     def bits(self) -> list[torch.Tensor]:
         return [memory.clone() for memory, _ in self.made]
 
     def outside(self) -> str:
         """What was written beside the results; they are lost."""
-        for memory, view in self.made:
+        for memory, view in (*self.made, *self.handed):
             view.view({2: torch.int16, 4: torch.int32}[view.element_size()]).fill_(-1)
             if not bool((memory == POISON).all()):
                 return "it wrote outside of a result"

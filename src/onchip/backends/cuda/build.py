@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from onchip.backends.cuda.source import CudaSource
+from onchip.backends.cuda.source import CudaSource, Further
 from onchip.backends.nvidia.build import (
     Built,
     code_of,
@@ -88,43 +88,50 @@ def build_all(
     folder, device_code = folder_of("cuda"), _headers_key()
     paths = [written(s.text, folder, ".cu", "//") for s in sources]
     jobs: dict[str, Job] = {}
-    keys: list[str] = []
+    keys: list[list[str]] = []
     for source, path in zip(sources, paths, strict=True):
-        job = _job(source, path, gpu.capability)
-        facts = sorted((k, v) for k, v in job.items() if k not in ("source", "include"))
-        keys.append(hashed(_FORM, version, device_code, facts, code_of(source.text, "//")))
-        jobs[keys[-1]] = job
+        keys.append([])
+        for n, part in enumerate((source, *source.further)):
+            job = _job(part, n, path, gpu.capability)
+            facts = sorted((k, v) for k, v in job.items() if k not in ("source", "include"))
+            key = hashed(_FORM, version, device_code, facts, code_of(source.text, "//"))
+            keys[-1].append(key)
+            jobs[key] = job
     done = compile_all(COMPILER, jobs, folder, limit_s, workers)
     return [
-        done.kernel("cuda", p, (launch_of(s),), [k])
+        done.kernel("cuda", p, launches_of(s), k)
         for p, s, k in zip(paths, sources, keys, strict=True)
     ]
 
 
-def launch_of(source: CudaSource) -> Launch:
-    """The source's one launch, as the launcher takes it."""
-    assert source.threads % 32 == 0, f"{source.name} has {source.threads} threads: no whole warps"
-    arguments = tuple(p if isinstance(p, TensorMap) else p.n for p in source.parameters)
-    return Launch(
-        source.name,
-        source.programs,
-        arguments,
-        source.threads // 32,
-        cluster=source.cluster,
-        waits=source.waits,
-    )
+def launches_of(source: CudaSource) -> tuple[Launch, ...]:
+    """The source's launches in order, as the launcher takes them."""
+    out = []
+    for part in (source, *source.further):
+        assert part.threads % 32 == 0, f"{part.name} has {part.threads} threads: no whole warps"
+        arguments = tuple(p if isinstance(p, TensorMap) else p.n for p in part.parameters)
+        cluster = source.cluster if part is source else 1
+        out.append(
+            Launch(
+                part.name, part.programs, arguments, part.threads // 32, cluster=cluster,
+                waits=source.waits,
+            )
+        )  # fmt: skip
+    return tuple(out)
 
 
-def _job(source: CudaSource, path: Path, capability: int) -> Job:
-    kinds = ["map" if isinstance(p, TensorMap) else "pointer" for p in source.parameters]
+def _job(part: CudaSource | Further, n: int, path: Path, capability: int) -> Job:
+    """The n-th launch of a text."""
+    kinds = ["map" if isinstance(p, TensorMap) else "pointer" for p in part.parameters]
+    which = [f"--define-macro=ONCHIP_LAUNCH={n}"] * (n > 0)
     return {
         "source": str(path),
         "include": str(INCLUDE),
-        "name": source.name,
+        "name": part.name,
         "parameters": kinds,
-        "options": [f"--gpu-architecture={_ARCHITECTURES[capability]}", *_OPTIONS],
-        "warps": source.threads // 32,
-        "shared_bytes": source.shared_bytes,
+        "options": [f"--gpu-architecture={_ARCHITECTURES[capability]}", *_OPTIONS, *which],
+        "warps": part.threads // 32,
+        "shared_bytes": part.shared_bytes if isinstance(part, CudaSource) else 0,
         "capability": capability,
     }
 

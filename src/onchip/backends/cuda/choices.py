@@ -19,6 +19,7 @@ from onchip.fusion.machine import Gpu
 
 PART = 18  # multiprocessors that clusters are made of, at most: pairs of them
 REGISTERS = 32  # of a thread beside what it holds: no spills with up to three values of a feature
+FOLDING = 24  # further ones where positions are folded into totals, and as many beside results
 SIZES = (16, 32, 64, 96, 128, 192, 256, 416)  # positions of a patch: the best of each class ...
 BEST = 5  # ... so many, are looked at closely
 BOX_BYTES = 128  # multiples of which a permuted box starts at (CUDA driver API, tensor maps)
@@ -35,10 +36,11 @@ def choices(p: Problem, gpu: Gpu) -> Iterator[Config]:
     for patch, along in _patches(p):
         for (b, split), row, teams in product(shapes, _rows(p), (1, 2, 3, 4)):
             plain = Config(patch, along, b, split, teams, row)
-            if teams * split > 7 or b * prod(patch) // 2 + REGISTERS > NAMED:
+            beside = REGISTERS + (FOLDING * (1 + bool(p.results)) if p.totals else 0)
+            if teams * split > 7 or b * prod(patch) // 2 + beside > NAMED:
                 continue
             g = Geometry(p, plain)
-            if held(g) + REGISTERS > available(g):
+            if held(g) + beside > available(g):
                 continue
             for config in _clusters(p, plain, gpu):
                 yield from _rings(p, config, gpu)
@@ -184,6 +186,8 @@ def _within(p: Problem, n: int, room: int) -> Iterator[tuple[int, ...]]:
 
 def _extents(p: Problem, line: Line, unit: int, most: int) -> list[int]:
     """Positions of a tile along a line, whole windows: the least for each number of tiles."""
+    if line.apart:
+        return [1]
     found: dict[int, int] = {}
     whole = up(_used(p, line), unit)
     for extent in range(unit, min(whole, most) + 1, unit):

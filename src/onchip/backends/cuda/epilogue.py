@@ -4,7 +4,9 @@
     features(a, batch, feature)
     before(a, acc, c, at)           a position's value, which windows fold
     resultN(a, acc, c, at, tile)    what is stored
-    elementN(at)                    where: elements from the result's first
+    totalN(a, acc, c, at, tile)     what a total folds
+    finalN(a, total, at)            what is stored of totals (`finals_text`)
+    elementN(at)                    where: elements from the result's first; finals come last
 
 Every value has one name, after the operator whose it is. The text calls include/onchip/scalar.cuh.
 """
@@ -17,7 +19,7 @@ from dataclasses import dataclass, field
 
 from onchip.backends.cuda import spelling
 from onchip.backends.cuda.form_axes import Strides, address
-from onchip.backends.cuda.problem import ACC, Problem, Read
+from onchip.backends.cuda.problem import ACC, Problem, Read, Result
 from onchip.fusion.inline import in_bounds
 from onchip.fusion.layout import extent
 from onchip.ir.dtype import DType
@@ -47,9 +49,12 @@ def epilogue_text(
     and `tile` is not used). Raises KeyError for a function without a CUDA spelling."""
     p = problem
     copied = tuple(r for r in p.reads if r.kind == "tile" and tiles)
-    coarse = all(r.tensor.dtype in HALVES for r in p.results)
+    # errors of coarse functions add up in a total
+    coarse = all(r.tensor.dtype in HALVES for r in p.results) and not p.totals
     shared = _Shared(pointer, strides, coarse, {_key(r): n for n, r in enumerate(copied)})
-    values = (p.before, *(r.value for r in p.results))
+    names = ["before", *(f"result{n}" for n in range(len(p.results)))]
+    names += [f"total{n}" for n in range(len(p.totals))]
+    values = (p.before, *(r.value for r in p.results), *(t.value for t in p.totals))
     fixed = _Fixed({p.feature_axis, p.batch_axis})
     hoisted = list(dict.fromkeys(e for v in values for e in fixed.parts(v)))
     fields = {e: f"v{n}" for n, e in enumerate(hoisted)}
@@ -64,24 +69,50 @@ def epilogue_text(
             f"Features{{{', '.join(texts)}}}",
         ),
     ]  # fmt: skip
-    for n, v in enumerate(values):
-        pooled = n > 0 and p.results[n - 1].pooled
-        names = {p.feature_axis: "at.feature", p.batch_axis: "at.batch"}
-        axes = p.cell_axes if pooled else p.position_axes
-        names |= {a: f"at.at[{k}]" for k, a in enumerate(axes)}
-        own = _Function(shared, names, {e: f"c.{name}" for e, name in fields.items()})
-        head = f"float result{n - 1}({given}, const float* tile)"
-        head = f"float before({given})" if n == 0 else head
+    for n, (name, v) in enumerate(zip(names, values, strict=True)):
+        result = p.results[n - 1] if 0 < n <= len(p.results) else None
+        axes = _places(p, result is not None and result.pooled)
+        own = _Function(shared, axes, {e: f"c.{name}" for e, name in fields.items()})
+        tile = ", const float* tile" * (n > 0)
         text = own.value(v)
-        parts.append(_function(head, own.lines, text))
-        if n:
-            r = p.results[n - 1]
-            place = _Function(shared, names, {})
-            where = from_linear(address(r.index, strides[r.tensor]))
-            text = place.index(where, extent(r.tensor.shape, strides[r.tensor]) > INT)
-            head = f"long long element{n - 1}(const Place& at)"
-            parts.append(_function(head, place.lines, text))
+        parts.append(_function(f"float {name}({given}{tile})", own.lines, text))
+        if result is not None:
+            parts.append(_element(n - 1, result, shared, axes))
     return Epilogue("\n\n".join(parts) + "\n", copied)
+
+
+def finals_text(
+    p: Problem, pointer: Callable[[Tensor], str], strides: Mapping[Tensor, Strides]
+) -> str:
+    """The functions of a problem's finals, as epilogue_text has those of results."""
+    shared = _Shared(pointer, strides, False, {})
+    totals: dict[Expr, str] = {t.var: f"total[{n}]" for n, t in enumerate(p.totals)}
+    parts = []
+    for n, r in enumerate(p.finals):
+        own = _Function(shared, _places(p, False), totals.copy())
+        text = own.value(r.value)
+        head = (
+            f"float final{n}(const Args& a, const float (&total)[{len(totals)}], const Place& at)"
+        )
+        parts.append(_function(head, own.lines, text))
+        parts.append(_element(len(p.results) + n, r, shared, _places(p, False)))
+    return "\n\n".join(parts)
+
+
+def _places(p: Problem, pooled: bool) -> dict[Axis, str]:
+    """What the axes of a value are called."""
+    axes = p.cell_axes if pooled else p.position_axes
+    names = {p.feature_axis: "at.feature", p.batch_axis: "at.batch"}
+    return names | {a: f"at.at[{k}]" for k, a in enumerate(axes)}
+
+
+def _element(n: int, r: Result, shared: _Shared, names: Mapping[Axis, str]) -> str:
+    """Where the n-th result lies."""
+    place = _Function(shared, names, {})
+    strides = shared.strides[r.tensor]
+    where = from_linear(address(r.index, strides))
+    text = place.index(where, extent(r.tensor.shape, strides) > INT)
+    return _function(f"long long element{n}(const Place& at)", place.lines, text)
 
 
 def _function(head: str, lines: Sequence[str], result: str) -> str:

@@ -28,6 +28,7 @@ from onchip.backends.cuda.form_operands import (
 from onchip.backends.cuda.form_results import (
     Output,
     Outputs,
+    Partial,
     Product,
     Window,
     find_classes,
@@ -41,6 +42,7 @@ from onchip.ir.dtype import DType
 from onchip.ir.expr import Axis, Expr, Load, Tensor, axis, loads, mentioned, walk
 from onchip.ir.index import bounds
 
+MOST_WINDOW = 256  # positions of a window that a tile has; of more, tiles have parts
 MOST_DIMENSIONS = 5  # of a tensor map, channels and batch included
 ALIGNMENT = 16  # bytes: of what the copy engine steps over
 MOST_CLASSES = 8  # that each have tensor maps of their own
@@ -74,11 +76,27 @@ def _problem(
     product: Product, region: Region, strides: Mapping[Tensor, Strides],
     constants: frozenset[Tensor], precision: str,
 ) -> Problem:  # fmt: skip
-    outputs = outputs_of(region, product)
+    outputs = _outputs(region, product)
     try:
         return _Form(strides, constants, product, outputs, True).problem(precision)
     except Unfit:  # windows side by side as lines of their own may be too many
         return _Form(strides, constants, product, outputs, False).problem(precision)
+
+
+def _outputs(region: Region, product: Product) -> Outputs:
+    """The results; folds of more positions than a tile has, or of several values, are totals."""
+    try:
+        outputs, unfit = outputs_of(region, product), None
+        if prod(w.window for w in outputs.windows.values()) <= MOST_WINDOW:
+            return outputs
+    except Unfit as error:
+        outputs, unfit = None, error
+    try:
+        return outputs_of(region, product, totals=True)
+    except Unfit as error:
+        if outputs is not None:
+            return outputs
+        raise (unfit if unfit and isinstance(error, Partial) else error) from None
 
 
 class _Form:
@@ -101,8 +119,8 @@ class _Form:
             raise Unfit(self.subject, f"{self.w.load.src.name} is not constant, and has classes")
         self.x, self.shifts = from_the_first(x, self.classes, self.subject)
         self.positions = [a for a in product.axes if a in self.x.axes]
-        if not outputs.windows.keys() <= {*self.positions} - product.classes.keys():
-            raise Unfit(self.subject, "a window along an axis that is no line of positions")
+        if not outputs.windows.keys().isdisjoint(product.classes):
+            raise Unfit(self.subject, "a window along positions that are a stride apart")
         x_strides, w_strides = strides[self.x.load.src], strides[self.w.load.src]
         read = layout(self.x, x_strides, product.contraction, self.subject, split)
         self.read: Layout = widened(read, self.w, w_strides, self.w_constant)
@@ -138,6 +156,7 @@ class _Form:
         common = merged(features, feature) | merged(batches, batch)
         places, cells = dict(common), dict(common)
         sums = merged(self.read.channels, channel)
+        self._check_folds(lines)
         for group, p, q, t in zip(groups, at, cell, tap, strict=bool(groups)):
             along = [d.position for d in group if d.position]
             places |= merged(along, p)
@@ -149,16 +168,19 @@ class _Form:
                 sums[group[0].tap] = t.extent - 1 - t if group[0].flipped else t
         interned = Interned()
         before = interned(over(self.found.before, places))
-        results = tuple(
-            self._result(t, cells if t.pooled else places, interned) for t in self.found.outputs
-        )
+        stored = [
+            (t.final, self._result(t, cells if t.pooled else places, interned))
+            for t in self.found.outputs
+        ]
+        totals = tuple(replace(t, value=interned(over(t.value, places))) for t in self.found.totals)
         element = over(self.w.load, common | sums)
         assert isinstance(element, Load)
         problem = Problem(
             kind, self.x.load.src, self.w.load.src, channels, lines, feature.extent, batch.extent,
             self.read.offset, x_batch, self.w_constant, w_step, w_batch, feature, batch, at, cell,
-            before, self.found.fold, results, (), element, tap, channel,
-            0 if self.w_constant else self.w_at.constant, inner,
+            before, self.found.fold, tuple(r for final, r in stored if not final), (), element,
+            tap, channel, 0 if self.w_constant else self.w_at.constant, inner,
+            totals, tuple(r for final, r in stored if final),
         )  # fmt: skip
         return self._with_tiles(problem)
 
@@ -235,17 +257,21 @@ class _Form:
     def _stays(self, features: Sequence[Axis]) -> list[dict[Axis, int]]:
         """Where the product's elements lie in the results, and in what is read by tiles."""
         along = [a for a in self.positions if a not in self.found.windows]
-        out = []
-        for r in self.found.outputs:
-            steps = self._steps(r.index, self.strides[r.tensor])
-            out += [steps] if steps else []
-            for ld in loads(r.value):
-                if ld.pad is not None or _nested(ld.index):
-                    continue
-                steps = self._steps(ld.index, self.strides[ld.src]) or {}
-                near = not features or steps.get(features[-1], 0) == 1
-                out += [steps] if near and all(a in steps for a in along) else []
-        return out
+        out = [self._steps(r.index, self.strides[r.tensor]) for r in self.found.outputs]
+        read = [r.value for r in self.found.outputs if not r.final]
+        for ld in (ld for e in (*read, *(t.value for t in self.found.totals)) for ld in loads(e)):
+            if ld.pad is not None or _nested(ld.index):
+                continue
+            steps = self._steps(ld.index, self.strides[ld.src]) or {}
+            near = not features or steps.get(features[-1], 0) == 1
+            out += [steps] if near and all(a in steps for a in along) else []
+        if self.found.totals:  # what is folded does not join what is kept, wherever finals lie
+            out.append({d.along: d.step for d in self.read.lines if self._apart(d)})
+        return [steps for steps in out if steps]
+
+    def _apart(self, d: Draft) -> bool:
+        """Whether totals are of one position along a line."""
+        return bool(self.found.totals) and d.position not in (None, *self.found.summed)
 
     def _line(self, group: list[Draft]) -> Line:
         d, inner = group[0], group[-1]
@@ -256,7 +282,19 @@ class _Form:
         return Line(
             size, inner.step, n, d.stride, d.taps, d.dilation, d.pad,
             w.cells, w.window, w.hop, w.lead, *of_line(d, self.product, self.shifts),
+            apart=n > 1 and self._apart(d),
         )  # fmt: skip
+
+    def _check_folds(self, lines: Sequence[Line]) -> None:
+        folded = {*self.found.summed, *self.found.windows}
+        for what, axes in (("features", self.w.axes), ("batches", self.product.contraction.b_axes)):
+            if any(a in folded for a in axes):
+                raise Unfit(self.subject, f"a fold over {what} behind the product")
+        if self.found.totals and self.classes:
+            raise Unfit(self.subject, "a fold over all positions of a transposed convolution")
+        if lines[0].apart:
+            text = "positions side by side in memory are kept, and others folded"
+            raise Unfit(self.subject, text)
 
     def _check_copies(
         self, lines: Sequence[Line], batched: bool, x_batch: int, w_batch: int, size: int
@@ -321,6 +359,8 @@ class _Form:
         early = set(loads(p.before))
         found: dict[Load, Read] = {}
         stored = [(r.value, r.pooled, r.pooled or not p.fold) for r in p.results]
+        stored += [(t.value, False, True) for t in p.totals]
+        stored += [(r.value, False, False) for r in p.finals]
         for value, pooled, late in ((p.before, False, False), *stored):
             for ld in loads(value):
                 if _nested(ld.index):

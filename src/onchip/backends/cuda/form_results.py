@@ -2,7 +2,7 @@
 
 The product is taken out of the expressions as a tensor of its own, over the axes that its operands
 mention. What lies between it and the results is put into the results' expressions; each result then
-reads one element of the product, or folds a window of them.
+reads one element of the product, or folds a window of them, or all along some axes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from onchip.backends.cuda.form_axes import Interned, Unfit, apart, conditions, inverse, over
-from onchip.backends.cuda.problem import ACC
+from onchip.backends.cuda.problem import ACC, Total
 from onchip.fusion.contraction import Contraction, as_contraction
 from onchip.fusion.inline import inline, without_unit_axes
 from onchip.fusion.region import Region
@@ -33,6 +33,7 @@ from onchip.ir.expr import (
     Load,
     Reduce,
     Tensor,
+    Var,
     axis,
     given,
     loads,
@@ -72,23 +73,28 @@ class Window:
 @dataclass(frozen=True, eq=False, slots=True)
 class Output:
     """A result: its element at `index` is `value` (of ACC). Both are over the product's axes; if
-    it is pooled, over those of the cells in place of those that windows lie along."""
+    it is pooled, over those of the cells in place of those that windows lie along; if it is
+    `final`, of totals and over the axes that they leave."""
 
     tensor: Tensor
     index: tuple[Expr, ...]
     value: Expr
     pooled: bool
+    final: bool = False
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Outputs:
-    """windows: of the product's axes that are folded; cells: the axis in place of each."""
+    """windows: of the product's axes that are folded; cells: the axis in place of each. totals:
+    folds over all of the product's axes in `summed`."""
 
     outputs: tuple[Output, ...]
     fold: str
     before: Expr
     windows: Mapping[Axis, Window]
     cells: Mapping[Axis, Axis]
+    totals: tuple[Total, ...]
+    summed: frozenset[Axis]
 
 
 def find_product(region: Region) -> Product:
@@ -164,11 +170,15 @@ def find_classes(region: Region) -> Product | None:
     return found
 
 
-def outputs_of(region: Region, product: Product) -> Outputs:
-    """The results, in ACC. Raises Unfit."""
-    reader = _Reader(product)
+def outputs_of(region: Region, product: Product, totals: bool = False) -> Outputs:
+    """The results, in ACC. totals: folds are over all positions along some axes, else over windows
+    that a tile has. Raises Unfit."""
+    reader = _Totals(product) if totals else _Reader(product)
     made = [reader.output(t) for t in region.outputs]
-    return Outputs(tuple(made), reader.fold, reader.before, reader.windows, reader.cells)
+    return Outputs(
+        tuple(made), reader.fold, reader.before, reader.windows, reader.cells,
+        tuple(reader.totals.values()), reader.summed,
+    )  # fmt: skip
 
 
 class _Reader:
@@ -180,6 +190,8 @@ class _Reader:
         self.fold, self.before = "", ACC
         self.windows: dict[Axis, Window] = {}
         self.cells: dict[Axis, Axis] = {}
+        self.totals: dict[object, Total] = {}
+        self.summed: frozenset[Axis] = frozenset()
 
     def output(self, t: Tensor) -> Output:
         s = split_own_axes(Staged(t, self.product.bodies[t], True, t.axes, t.axes))
@@ -187,18 +199,18 @@ class _Reader:
         folds = [r for r in reduces(body) if self._elements(r)]
         if len(folds) < len(reduces(body)):
             raise Unfit(t.name, "it folds values that are not of the product")
-        value = rewrite(body, lambda x: ACC if x in folds else None)
-        alone = self._elements(value)
+        alone = self._elements(rewrite(body, lambda x: ACC if x in folds else None))
         if folds and alone:
             raise Unfit(t.name, "it reads the product both element by element and folded")
         if not folds and not alone:
             raise Unfit(t.name, "it does not depend on the product")
         if folds:
-            places, *_ = [self._folded(t, r, s.loops) for r in folds]  # they must be alike
+            value = rewrite(body, lambda x: self._folds_to(t, x) if x in folds else None)
+            places, *_ = [self._places(t, r, s.loops) for r in folds]  # they must be alike
         else:
             index = self._common(t, alone)
             places = inverse(index, self.product.axes, self.product.tensor.shape)
-            value = rewrite(value, lambda x: ACC if x in alone else None)
+            value = rewrite(body, lambda x: ACC if x in alone else None)
         if places is None:
             raise Unfit(t.name, "it does not hold each element of the product once")
         left = [a for a in s.loops if a.extent > 1 and a not in places]
@@ -210,7 +222,15 @@ class _Reader:
         for i, n in zip(stored, t.shape, strict=True):
             low, high = bounds(i)
             assert 0 <= low <= high < n, f"{t} is stored outside of its {n} elements"
-        return Output(t, stored, self.interned(over(value, places)), bool(folds))
+        return Output(t, stored, self.interned(over(value, places)), *self._kind(bool(folds)))
+
+    def _kind(self, folds: bool) -> tuple[bool, bool]:
+        """(pooled, final) of a result."""
+        return folds, False
+
+    def _folds_to(self, t: Tensor, r: Expr) -> Var:
+        """What stands for a fold in a result."""
+        return ACC
 
     def _elements(self, e: Expr) -> list[Load]:
         return [ld for ld in loads(e) if ld.src is self.product.tensor]
@@ -223,7 +243,7 @@ class _Reader:
                 raise Unfit(t.name, "it reads several elements of the product")
         return first.index
 
-    def _folded(self, t: Tensor, r: Reduce, loops: tuple[Axis, ...]) -> dict[Axis, Expr] | None:
+    def _places(self, t: Tensor, r: Reduce, loops: tuple[Axis, ...]) -> dict[Axis, Expr] | None:
         """The result's axes in those of cells, or of the product where no window lies."""
         if r.monoid not in NEUTRAL:
             raise Unfit(t.name, f"a fold by {r.monoid} behind the product")
@@ -307,3 +327,58 @@ class _Reader:
                 )
             for x in fitting:
                 tests.remove(x)
+
+
+class Partial(Unfit):
+    """A fold is not over all positions along some axes: a window, if anything."""
+
+
+class _Totals(_Reader):
+    """Folds over all positions along some axes of the product, the same ones for all."""
+
+    def _kind(self, folds: bool) -> tuple[bool, bool]:
+        return False, folds
+
+    def _folds_to(self, t: Tensor, r: Expr) -> Var:
+        assert isinstance(r, Reduce)
+        value, index = self._value(t, r)
+        pairs = zip(index, self.product.axes, strict=True)
+        own = {a: i for i, a in pairs if mentioned(i) & set(r.axes)}
+        summed = frozenset(own)
+        if self.totals and summed != self.summed:
+            raise Unfit(t.name, "folds of the product are over other axes than another's")
+        self.summed = summed
+        inside = inverse(list(own.values()), list(own), [a.extent for a in own])
+        if inside is None or set(r.axes) != inside.keys():
+            raise Partial(t.name, "a fold of some of the positions along an axis")
+        kept = self._kept(index)
+        if kept is None:
+            raise Unfit(t.name, "it does not hold each element of the product once")
+        value = self.interned(over(value, inside | kept))
+        if mentioned(value) - set(self.product.axes):
+            raise Unfit(t.name, "what is folded depends on more than the product's axes")
+        if value.dtype is not DType.F32:
+            raise Unfit(t.name, f"a fold of {value.dtype.label} values behind the product")
+        key = (r.monoid, value)
+        if key not in self.totals:
+            var = Var(f"total{len(self.totals)}", DType.F32)
+            self.totals[key] = Total(var, r.monoid, value)
+        return self.totals[key].var
+
+    def _value(self, t: Tensor, r: Reduce) -> tuple[Expr, tuple[Expr, ...]]:
+        """What is folded, in ACC, and the index of the product's element."""
+        if r.monoid not in NEUTRAL:
+            raise Unfit(t.name, f"a fold by {r.monoid} behind the product")
+        if reduces(r.body):
+            raise Unfit(t.name, "it folds the product twice")
+        elements = self._elements(r.body)
+        return rewrite(r.body, lambda x: ACC if x in elements else None), self._common(t, elements)
+
+    def _kept(self, index: Sequence[Expr]) -> dict[Axis, Expr] | None:
+        """The result's axes in those of the product that are not summed."""
+        pairs = zip(index, self.product.axes, strict=True)
+        plain = [(i, a) for i, a in pairs if a not in self.summed]
+        return inverse([i for i, _ in plain], [a for _, a in plain], [a.extent for _, a in plain])
+
+    def _places(self, t: Tensor, r: Reduce, loops: tuple[Axis, ...]) -> dict[Axis, Expr] | None:
+        return self._kept(self._value(t, r)[1])

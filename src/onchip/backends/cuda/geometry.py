@@ -308,7 +308,7 @@ class Geometry:
     def wide(self) -> bool:
         """Results are staged in float32, not in a half type."""
         kinds = {r.tensor.dtype.size for r in self.problem.results}
-        return max(kinds) > 2 or self.problem.fold == "sum"
+        return max(kinds, default=0) > 2 or self.problem.fold == "sum"
 
     def result_bytes(self, rows: int, size: int) -> int:
         """Of one block of features of a tile of results (or of what is folded)."""
@@ -323,9 +323,9 @@ class Geometry:
 
     @cached_property
     def in_place(self) -> bool:
-        """The one result takes the place of the first read."""
+        """The one result takes the place of the first read; totals read it after that."""
         sizes = [r.tensor.dtype.size for r in self.problem.results if r.tile]
-        first = [r.tensor.dtype.size for r in self.tile_reads[:1]]
+        first = [r.tensor.dtype.size for r in self.tile_reads[:1] if not self.problem.totals]
         return len(self.problem.results) == 1 and sizes == first
 
     @cached_property

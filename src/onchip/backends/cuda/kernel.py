@@ -5,29 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from math import ceil, prod
 
-from onchip.backends.cuda import packed_sizes
-from onchip.backends.cuda.classes import class_shifts, steps_by_class, tap_tables
+from onchip.backends.cuda import packed_sizes, totals
+from onchip.backends.cuda.classes import class_shifts, tap_tables
 from onchip.backends.cuda.epilogue import epilogue_text
 from onchip.backends.cuda.geometry import BLOCK, GROUP, Geometry
 from onchip.backends.cuda.limits import refusal
+from onchip.backends.cuda.maps import Maps
 from onchip.backends.cuda.packed import PackedGeometry, geometry
 from onchip.backends.cuda.parts import at_once
 from onchip.backends.cuda.problem import Config, Line, Problem
 from onchip.backends.cuda.registers import HELPING, available, handed_on, part_groups
-from onchip.backends.cuda.source import CudaSource, Pointer, Strides, TensorMap
+from onchip.backends.cuda.source import CudaSource, Further, Pointer, Strides
 from onchip.backends.cuda.spelling import STORAGE
 from onchip.backends.cuda.weights import packed_weights
+from onchip.backends.nvidia.source import Workspace
 from onchip.fusion.machine import HOPPER, Gpu
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.ir.dtype import DType
-from onchip.ir.expr import Axis, Expr, Tensor
+from onchip.ir.expr import Tensor
 
 LINES = 4  # that the main loop counts; those that a problem lacks have one element
 INSTRUCTIONS = {
     "bf16": ("bf16", 16), "fp16": ("f16", 16), "tf32": ("tf32", 8), "tf32x3": ("tf32", 8),
 }  # fmt: skip
-MAP_KINDS = {"bf16": "bf16", "fp16": "fp16", "tf32": "tf32", "tf32x3": "fp32"}
-KINDS = {DType.BF16: "bf16", DType.F16: "fp16", DType.F32: "fp32"}
 NEAR = 16  # tiles of features that follow each other over the same positions, at most
 
 
@@ -45,10 +45,10 @@ def emit(
     g = geometry(problem, config)
     if gpu.capability != HOPPER:
         text = f"sm_{gpu.capability}: there is a main loop for sm_{HOPPER} only"
-        return Refusal(Rule.CONTRACTION_FORM, problem.results[0].tensor.name, text)
+        return Refusal(Rule.CONTRACTION_FORM, problem.subject, text)
     if problem.kind not in INSTRUCTIONS:
         text = f"no main loop for {problem.kind}"
-        return Refusal(Rule.CONTRACTION_FORM, problem.results[0].tensor.name, text)
+        return Refusal(Rule.CONTRACTION_FORM, problem.subject, text)
     refused = refusal(g, gpu.shared_bytes)
     if refused:
         return refused
@@ -74,7 +74,7 @@ class _Emitter:
         read = dict.fromkeys([self.p.x, *(r.tensor for r in self.p.reads), self.w])
         derived = late | ({self.w} if self.p.w_constant else set())
         self.inputs = tuple(sorted(read, key=lambda t: t in derived))
-        self.outputs = tuple(dict.fromkeys(r.tensor for r in self.p.results))
+        self.outputs = tuple(dict.fromkeys(r.tensor for r in (*self.p.results, *self.p.finals)))
         self.numbers = {t: n for n, t in enumerate((*self.inputs, *self.outputs))}
 
     def pointer(self, t: Tensor) -> str:
@@ -86,11 +86,12 @@ class _Emitter:
         p, g = self.p, self.g
         self.epilogue = epilogue_text(p, self.pointer, self.strides, not g.staged)
         self.reads = g.tile_reads
-        maps = [*([] if self.rows else [self._x_map()]), self._w_map()]
+        seen = Maps(g, self.strides, self.numbers)
+        maps = [*([] if self.rows else [seen.x()]), seen.w(self.w)]
         tiled = [r for r in p.results if r.tile]
-        maps += [m for r in tiled for m in self._tile_maps(r.tensor, r.index, r.pooled)]
-        maps += [m for r in self.reads for m in self._tile_maps(r.tensor, r.index, p.pools)]
-        pointers = [Pointer(n) for n in range(len(self.numbers))]
+        maps += [m for r in tiled for m in seen.tiles(r.tensor, r.index, r.pooled)]
+        maps += [m for r in self.reads for m in seen.tiles(r.tensor, r.index, p.pools)]
+        pointers = tuple(Pointer(n) for n in range(len(self.numbers) + bool(p.totals)))
         # the engine's own loop stands beside the packed form's, and has its instruction
         held = (False, True) if self.rows and self.rows.w_held else (p.splits,)
         text = "\n\n".join(
@@ -102,13 +103,20 @@ class _Emitter:
                 self._sizes(),
                 self._arguments(),
                 "struct Place {\n    int batch, feature, at[4];\n};",
+                *["#ifndef ONCHIP_LAUNCH"] * bool(p.totals),
                 self.epilogue.text,
                 self._dispatch(),
                 *map(self._product, held),
                 *self._engine(),
                 self._function(len(tiled)),
+                *self._second(),
             ]
         )
+        further, workspace = (), ()
+        if p.totals:
+            name, threads = self.second, 32 * totals.warps(g)
+            further = (Further(name, pointers, totals.programs(g), threads),)
+            workspace = (Workspace(totals.workspace_bytes(g)),)
         return CudaSource(
             text,
             self.name,
@@ -118,8 +126,22 @@ class _Emitter:
             g.shared_bytes,
             self.inputs,
             self.outputs,
+            workspace,
             cluster=self.c.cluster,
+            further=further,
         )
+
+    @property
+    def second(self) -> str:
+        """The name of the second launch."""
+        return f"{self.name}_totals"
+
+    def _second(self) -> list[str]:
+        if not self.p.totals:
+            return []
+        taken, fields = self._pointers()
+        own = totals.text(self.p, self.second, self.pointer, self.strides, taken, fields)
+        return ["#else", own, "#endif"]
 
     @property
     def programs(self) -> int:
@@ -154,7 +176,7 @@ class _Emitter:
             "ROW": c.row_bytes, "CHUNK": g.chunk, "CHUNKS": g.chunks, "K_STEPS": g.k_steps,
             "TAPS": p.taps, "PHASES": len(g.phases), "LINES": len(p.lines),
             "X_SLOT": g.x_slot, "X_BYTES": g.x_bytes, "X_STAGES": c.x_stages,
-            "X_RANK": 1 + len(p.lines) + (p.matrices > 1), "BATCHED": int(p.matrices > 1),
+            "X_RANK": 1 + len(p.lines) + (p.matrices > 1), "BATCH": p.batch, "BATCHED": int(p.matrices > 1),
             "CLASSES": p.classes, "UNLIKE": int(p.unlike),
             "CLASS_TURN": max(self.programs // (c.cluster * near * p.classes), 1),
             "PIECES": g.pieces, "PIECE": g.piece, "OUTERMOST": g.outermost,
@@ -175,7 +197,7 @@ class _Emitter:
             "RESULTS": len(p.results), "STAGED": int(g.staged), "WIDE": int(g.wide),
             "FOLDED": int(g.carried),
         }  # fmt: skip
-        folds = {"max": "'M'", "min": "'m'", "sum": "'s'", "": "0"}
+        scalars |= totals.sizes(g)
         half = any(r.tensor.dtype is DType.F16 for r in (*p.results, *p.reads))
         lines = [*p.lines, *[Line(1, 1, 1, cells=1)] * (LINES - len(p.lines))]
         # windows that overlap are disjoint once neighbours have handed on theirs
@@ -193,17 +215,20 @@ class _Emitter:
             "WINDOW": [x.hop if carried else x.window for x in lines],
             "POSITIONS": [x.positions for x in lines],
             "ALL_CELLS": [x.cells if p.pools else x.positions for x in lines],
-            "RESULT_SIZE": [r.tensor.dtype.size for r in p.results],
-            "RESULT_POOLED": [int(r.pooled and p.pools) for r in p.results],
-            "RESULT_TILE": [int(r.tile) for r in p.results],
+            "APART": [int(x.apart) for x in lines],
+            "RESULT_SIZE": [r.tensor.dtype.size for r in p.results] or [0],
+            "RESULT_POOLED": [int(r.pooled and p.pools) for r in p.results] or [0],
+            "RESULT_TILE": [int(r.tile) for r in p.results] or [0],
             "READ_SIZE": reads or [0],
             "READ_AT": starts or [0],
             "READ_BLOCK": blocks or [0],
         }
         out = [f"constexpr int {k} = {v};" for k, v in scalars.items()]
-        out += [f"constexpr char FOLD = {folds[p.fold if p.pools else '']};"]
+        out += [f"constexpr char FOLD = {totals.FOLDS[p.fold if p.pools else '']};"]
         out += [f"constexpr char HALF = '{'h' if half else 'b'}';"]
         out += [f"__device__ constexpr int {k}[] = {_list(v)};" for k, v in arrays.items()]
+        folded = ", ".join(totals.FOLDS[t.fold] for t in p.totals) or "0"
+        out.append(f"__device__ constexpr char TOTAL_FOLD[] = {{{folded}}};")
         tables = {"START": [phase.start for phase in g.phases], "SHIFT": class_shifts(p)}
         for k, v in tables.items():
             rows = ", ".join(_list(_padded(row, 0)) for row in v)
@@ -223,9 +248,17 @@ class _Emitter:
         return text, "#include <onchip/packed.cuh>"
 
     def _arguments(self) -> str:
-        fields = [f"const {STORAGE[t.dtype]}* {self.pointer(t)};" for t in self.inputs]
-        fields += [f"{STORAGE[t.dtype]}* {self.pointer(t)};" for t in self.outputs]
-        return "struct Args {\n" + "\n".join(f"    {f}" for f in fields) + "\n};"
+        fields = []
+        for t in self.inputs:
+            fields.append(f"const {STORAGE[t.dtype]}* {self.pointer(t)};")
+        for t in self.outputs:
+            fields.append(f"{STORAGE[t.dtype]}* {self.pointer(t)};")
+        fields += ["float* partials;"] * bool(self.p.totals)
+        partials = "a.partials" if self.p.totals else "nullptr"
+        return (
+            "struct Args {\n" + "\n".join(f"    {f}" for f in fields) + "\n};\n"
+            f"DEVICE float* partials(const Args& a) {{ return {partials}; }}"
+        )
 
     def _dispatch(self) -> str:
         """The results by number, and how one element, or some neighbouring ones, is stored."""
@@ -254,6 +287,12 @@ class _Emitter:
                 f"template <int R>\nDEVICE float result({takes}) {{",
                 *values,
                 "}",
+                f"template <int K>\nDEVICE float total({takes}) {{",
+                *(
+                    f"    if constexpr (K == {n}) return total{n}(a, acc, c, at, tile);"
+                    for n in range(len(self.p.totals))
+                ),
+                "}",
                 "template <int R>\nDEVICE void put(const Args& a, const Place& at, float v) {",
                 *puts,
                 "}",
@@ -263,9 +302,6 @@ class _Emitter:
                 "}",
             ]
         )
-
-    def _axes(self, pooled: bool) -> tuple[Axis, ...]:
-        return self.p.cell_axes if pooled else self.p.position_axes
 
     def _product(self, held: bool) -> str:
         """One instruction: 64 features by the columns of a strip (or of a part of it), 32 bytes of
@@ -296,13 +332,8 @@ class _Emitter:
         maps += [f"result{n}_{c}" for n in range(results) for c in several]
         maps += [f"read{n}_{c}" for n in range(len(self.reads)) for c in several]
         taken = [f"const __grid_constant__ TensorMap {m}_map" for m in maps]
-        fields = []
-        for t in self.inputs:
-            taken.append(f"const {STORAGE[t.dtype]}* {self.pointer(t)}")
-            fields.append(self.pointer(t))
-        for t in self.outputs:
-            taken.append(f"{STORAGE[t.dtype]}* {self.pointer(t)}")
-            fields.append(self.pointer(t))
+        pointers, fields = self._pointers()
+        taken += pointers
         places, at = [], 0
         for r in self.p.results:
             places.append(f"&result{at}_0_map" if r.tile else "nullptr")
@@ -318,76 +349,18 @@ class _Emitter:
                 f'extern "C" __global__ void __launch_bounds__({self.g.threads}, 1) {self.name}(',
                 f"    {head}) {{",
                 f"    const Args a = {{{', '.join(fields)}}};",
-                f"    const TensorMap* const results[] = {{{', '.join(places)}}};",
+                f"    const TensorMap* const results[] = {{{', '.join(places or ['nullptr'])}}};",
                 call,
                 "}",
             ]
         )
 
-    # ---- how the copy engine sees tensors ------------------------------------------------------
-
-    def _x_map(self) -> TensorMap:
-        p, g = self.p, self.g
-        several = p.matrices > 1
-        return TensorMap(
-            self.numbers[p.x],
-            MAP_KINDS[p.kind],
-            p.x_offset,
-            (p.channels, *(x.size for x in p.lines), *[p.batch] * several),
-            tuple(s * p.size for s in (*(x.step for x in p.lines), *[p.x_batch] * several)),
-            (g.chunk, *g.x_box, *[1] * several),
-            (1, *(x.stride for x in p.lines), *[1] * several),
-            self.c.row_bytes,
-        )
-
-    def _w_map(self) -> TensorMap:
-        p, g = self.p, self.g
-        if p.w_constant:
-            rows = (self.rows.w_tiles if self.rows else p.batch * p.taps * g.chunks) * p.features
-            sizes, steps = (g.chunk, rows), (g.chunk,)
-        else:
-            sizes, steps = (p.channels, p.features), (p.w_step,)
-            if p.batch > 1:
-                sizes, steps = (*sizes, p.batch), (*steps, p.w_batch)
-        box = (g.chunk, g.tile_features // self.c.w_shared, 1)[: len(sizes)]
-        if p.w_features_inner:
-            sizes = (p.features, p.channels, *sizes[2:])
-            box = (BLOCK, g.chunk // self.c.w_shared, *box[2:])
-        return TensorMap(
-            self.numbers[self.w],
-            MAP_KINDS[p.kind],
-            p.w_offset,
-            sizes,
-            tuple(s * p.size for s in steps),
-            box,
-            (1,) * len(sizes),
-            g.w_row,
-        )
-
-    def _tile_maps(self, t: Tensor, index: tuple[Expr, ...], pooled: bool) -> list[TensorMap]:
-        """A result, or what the epilogue reads, by tiles: 128 bytes of features; one for each
-        class of positions."""
-        p, g = self.p, self.g
-        pooled = pooled and p.pools
-        axes = list(self._axes(pooled))
-        sizes = [x.cells if pooled else x.positions for x in p.lines]
-        extents = list(g.cells if pooled else self.c.patch)
-        if p.matrices > 1:
-            axes, sizes, extents = [*axes, p.batch_axis], [*sizes, p.batch], [*extents, 1]
-        size = t.dtype.size
-        return [
-            TensorMap(
-                self.numbers[t],
-                KINDS[t.dtype],
-                steps.get(None, 0),
-                (p.features, *sizes),
-                tuple(steps.get(a, 0) * size for a in axes),
-                (128 // size, *extents),
-                (1,) * (1 + len(axes)),
-                128,
-            )
-            for steps in steps_by_class(p, t, index, self.strides)
-        ]
+    def _pointers(self) -> tuple[list[str], list[str]]:
+        """Parameters that are pointers, and their names, which Args has in this order."""
+        taken = [f"const {STORAGE[t.dtype]}* {self.pointer(t)}" for t in self.inputs]
+        taken += [f"{STORAGE[t.dtype]}* {self.pointer(t)}" for t in self.outputs]
+        taken += ["float* partials"] * bool(self.p.totals)
+        return taken, [x.split()[-1] for x in taken]
 
 
 def _padded(values: Iterable[int], by: int = 1) -> list[int]:

@@ -8,6 +8,8 @@ from onchip.backends.cuda.geometry import GROUP, LINE_BYTES, MOST_BOX, Geometry
 from onchip.backends.cuda.packed import STEPS_OF_ROW, PackedGeometry
 from onchip.backends.cuda.parts import part_inputs, part_steps
 from onchip.backends.cuda.registers import available, held
+from onchip.backends.cuda.totals import workspace_bytes
+from onchip.fusion.phases import WORKSPACE_BUDGET
 from onchip.fusion.refusal import Refusal, Rule
 
 MOST_COLUMNS = 256  # of one instruction (PTX ISA, wgmma)
@@ -118,18 +120,24 @@ def _packed(g: PackedGeometry, shared_bytes: int) -> Refusal | None:
 
 def _first(g: Geometry, checks: Checks, shared_bytes: int) -> Refusal | None:
     p = g.problem
-    name = p.results[0].tensor.name
+    name = p.subject
     tiles = [*(r.tensor for r in p.results), *(r.tensor for r in p.reads if r.kind == "tile")]
     mixed = len({t.dtype for t in tiles if t.dtype.size == 2}) > 1
     steps = (n * x.hop for n, x in zip(g.cells, p.lines, strict=True))
     gaps = any(c < s for c, s in zip(g.config.patch, steps, strict=True))
+    kept = any(x.apart and n > 1 for x, n in zip(p.lines, g.config.patch, strict=True))
     common = [
+        (kept, "a tile of positions that have totals of their own"),
         (mixed, "tiles of bfloat16 and of float16"),
         (g.positions_stored and gaps, "a result of positions that no tile of windows has"),
     ]
     for wrong, text in [*checks, *common]:
         if wrong:
             return Refusal(Rule.CONTRACTION_FORM, name, text)
+    workspace = workspace_bytes(g)
+    if workspace > WORKSPACE_BUDGET:
+        text = f"{workspace:,} bytes of tiles' totals, of {WORKSPACE_BUDGET:,}"
+        return Refusal(Rule.WORKSPACE, name, text, {"workspace_bytes": workspace})
     if g.shared_bytes > shared_bytes:
         text = f"{g.shared_bytes:,} bytes of {shared_bytes:,}"
         return Refusal(Rule.SHARED_MEMORY, name, text, {"shared_bytes": g.shared_bytes})

@@ -82,7 +82,7 @@ def configurations(problem: Problem, gpu: Gpu) -> list[Config] | Refusal:
     if found:
         return found
     text = "no patch of positions fits registers and shared memory"
-    return refused or Refusal(Rule.CONTRACTION_FORM, problem.results[0].tensor.name, text)
+    return refused or Refusal(Rule.CONTRACTION_FORM, problem.subject, text)
 
 
 def _kin(a: Config, b: Config) -> bool:
@@ -170,7 +170,7 @@ class Estimate:
     def epilogue(self) -> float:
         """Clocks of a tile's epilogue."""
         g, p, c = self.geometry, self.problem, self.config
-        clocks = EPILOGUE + PER_SUM * g.accumulators * c.split * len(p.results)
+        clocks = EPILOGUE + PER_SUM * g.accumulators * c.split * (len(p.results) + len(p.totals))
         if g.staged:
             loads = prod(g.cells) * prod(x.window for x in p.lines) * g.tile_features / 8
             clocks += PER_CELL * loads / 128 * (2 if g.wide else 1)
@@ -194,7 +194,9 @@ class Estimate:
         p = self.problem
         size = p.channels * prod(x.size for x in p.lines) * p.matrices * p.size
         size += p.channels * p.taps * p.features * p.batch * p.size
-        size += sum(prod(r.tensor.shape) * r.tensor.dtype.size for r in (*p.results, *p.reads))
+        size += sum(
+            prod(r.tensor.shape) * r.tensor.dtype.size for r in (*p.results, *p.finals, *p.reads)
+        )
         return size / MEMORY
 
     @cached_property

@@ -41,7 +41,7 @@ PER_PART = 30.0  # clocks of a warp that lays out one part of 32 positions
 
 def configurations(problem: Problem, gpu: Gpu) -> list[Config] | Refusal:
     """The promising choices for a problem of few channels, best first, at most MOST."""
-    name = problem.results[0].tensor.name
+    name = problem.subject
     if problem.kind not in ("bf16", "fp16", "tf32"):
         return Refusal(Rule.CONTRACTION_FORM, name, f"no main loop for {problem.kind}")
     timed: list[tuple[float, Config]] = []
@@ -71,7 +71,7 @@ def microseconds(g: PackedGeometry, gpu: Gpu) -> float:
     shared = count * (BLOCK * (not g.w_held) + g.columns) * 32 + 2 * rows + out
     loaders = g.advance * g.run_chunks * _row(g) / g.loaders
     per_sum = PER_PAIR / 2 if g.carried and not g.wide else PER_SUM
-    epilogue = EPILOGUE + per_sum * g.accumulators * c.split * len(p.results)
+    epilogue = EPILOGUE + per_sum * g.accumulators * c.split * (len(p.results) + len(p.totals))
     if g.staged:
         loads = prod(g.cells) * prod(x.window for x in p.lines) * g.tile_features / 8
         epilogue += PER_CELL * loads / 128 * (2 if g.wide else 1)
@@ -129,7 +129,7 @@ def _across(line: Line, pools: bool) -> list[int]:
 
 def _rows(line: Line, pools: bool) -> list[int]:
     """Rows of a patch: whole windows, or an even number (which hands on the last one)."""
-    most = min(line.positions + line.positions % 2, MOST_ROWS)
+    most = 1 if line.apart else min(line.positions + line.positions % 2, MOST_ROWS)
     rows = range(1, most + 1)
     if not pools or not line.pools:
         return list(rows)

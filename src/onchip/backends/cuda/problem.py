@@ -4,7 +4,8 @@
 
 `f` are features (rows of the matrix unit), `p` positions (its columns). A linear layer or a matrix
 product has one tap; a convolution has one for each element of its filter. What the caller wants of
-D is an epilogue: values of positions, perhaps folded over windows of them (pooling), stored.
+D is an epilogue: values of positions, perhaps folded over windows of them (pooling), stored; or
+folded over all positions of some lines, more than a tile has (a global mean, batch statistics).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Line:
     shifts     where the input that is read depends on a class (transposed convolutions: a result's
                position modulo the stride): elements further on, for each class; else empty
     skips      for each class, of its taps the first ones that it does not have
+    apart      a total is of one position along it, and so is a tile: others fold over all of it
     """
 
     size: int
@@ -46,6 +48,7 @@ class Line:
     lead: int = 0
     shifts: tuple[int, ...] = ()
     skips: tuple[int, ...] = ()
+    apart: bool = False
 
     @property
     def classes(self) -> int:
@@ -82,6 +85,20 @@ class Result:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class Total:
+    """A fold over all positions of the lines that are not `apart`: a tile folds its own in float32,
+    a second launch what tiles have, in float64 and in their order.
+
+    var    what the expressions of results call it; fold: "sum", "max" or "min"
+    value  of a position, in ACC and the reads of the epilogue
+    """
+
+    var: Var
+    fold: str
+    value: Expr
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class Problem:
     """One contraction with its epilogue.
 
@@ -103,7 +120,10 @@ class Problem:
                 line, as `lines` are ordered)
     before      a position's value, in ACC; fold: "max", "min", "sum" or "" over windows of
                 positions
-    results     at least one; reads: of all expressions, each once
+    results     of positions and cells; reads: of all expressions, each once
+    totals      over positions, if nothing is pooled; finals: results of them, whose values and
+                indices are over features, batch and the positions of lines that are `apart`. There
+                is a result or a final
     """
 
     kind: str
@@ -131,6 +151,13 @@ class Problem:
     channel_axis: Axis | None = None
     w_offset: int = 0
     w_features_inner: bool = False
+    totals: tuple[Total, ...] = ()
+    finals: tuple[Result, ...] = ()
+
+    @property
+    def subject(self) -> str:
+        """Whom a refusal is about: the first of what is stored."""
+        return (*self.results, *self.finals)[0].tensor.name
 
     @property
     def size(self) -> int:

@@ -17,14 +17,26 @@ class Pointer:
     n: int
 
 
+@dataclass(frozen=True, slots=True)
+class Further:
+    """A launch behind the first one, of a plain function of the same text. Each launch is compiled
+    by itself, with ONCHIP_LAUNCH set to its number (behind the first: 1, 2, ...)."""
+
+    name: str
+    parameters: tuple[Pointer, ...]
+    programs: int
+    threads: int
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class CudaSource:
-    """Generated text (what it includes lies in `include/`) and how to run it: one launch of the
-    function `name`. The kernel's pointers are those of `inputs`, `outputs` and `workspace`, in this
-    order; `parameters` say what the function takes.
+    """Generated text (what it includes lies in `include/`) and how to run it: a launch of the
+    function `name`, then those of `further`. The kernel's pointers are those of `inputs`, `outputs`
+    and `workspace`, in this order; `parameters` say what the function takes.
 
     programs, threads, shared_bytes   of the launch (shared memory is asked for at run time)
-    waits       before its first access to memory that launches write it waits for the one before it
+    waits       before its first access to memory that launches write each launch waits for the one
+                before it
     laid_out    constants among the inputs that the kernel wants with other strides than they have;
                 inputs that are derived at load (these among them) come after the others
     """
@@ -41,3 +53,4 @@ class CudaSource:
     waits: bool = True
     cluster: int = 1
     laid_out: dict[Tensor, Strides] = field(default_factory=dict)
+    further: tuple[Further, ...] = ()

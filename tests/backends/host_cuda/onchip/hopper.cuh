@@ -16,7 +16,11 @@
 
 #define DEVICE static inline
 #define __global__
+#ifdef ONCHIP_LAUNCH  // a plain kernel: an array that all threads of a program have
+#define __shared__ static
+#else  // only `extern` memory, which shared_address stands for
 #define __shared__
+#endif
 #define __grid_constant__
 #define __launch_bounds__(...)
 
@@ -144,6 +148,14 @@ template <class T> static T __shfl_sync(u32, T v, int from) {
     std::memcpy(&v, &exchanged[warp][from % 32], 4);
     __syncwarp();
     return v;
+}
+template <class T> static T __shfl_xor_sync(u32 all, T v, int apart) {
+    return __shfl_sync(all, v, threadIdx.x % 32 ^ apart);
+}
+DEVICE double __longlong_as_double(long long v) {
+    double d;
+    std::memcpy(&d, &v, 8);
+    return d;
 }
 DEVICE u32 __funnelshift_r(u32 low, u32 high, u32 n) {
     return (u32)(((u64)high << 32 | low) >> (n & 31));
@@ -352,6 +364,20 @@ DEVICE void store_matrices(u32 at, u32 a, u32 b) {
     const u32 words[] = {a, b};
     put_matrices(at, 2, words);
 }
+static u32 taken_matrix(u32 at, int q) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    exchanged[warp][lane] = at;
+    __syncwarp();
+    u32 word = 0;
+    for (int e = 0; e < 2; e++)
+        word |= shared<u16>(exchanged[warp][8 * q + 2 * (lane % 4) + e] + lane / 4 * 2) << 16 * e;
+    __syncwarp();
+    return word;
+}
+DEVICE void load_matrices(u32 at, u32& a, u32& b, u32& c, u32& d) {
+    a = taken_matrix(at, 0), b = taken_matrix(at, 1), c = taken_matrix(at, 2), d = taken_matrix(at, 3);
+}
+DEVICE void load_matrices(u32 at, u32& a, u32& b) { a = taken_matrix(at, 0), b = taken_matrix(at, 1); }
 DEVICE void store_word(u32 at, u32 v) { shared<u32>(at) = v; }
 DEVICE u32 load_word(u32 at) { return shared<u32>(at); }
 DEVICE void store_half(u32 at, u32 v) { shared<u16>(at) = v; }
@@ -421,5 +447,3 @@ DEVICE void cluster_barrier() { unused(); }
 DEVICE void barrier_arrive_at(u32, u32) { unused(); }
 template <int RANK>
 DEVICE void spread_box(u32, const TensorMap*, u32, const int (&)[5], u16) { unused(); }
-DEVICE void load_matrices(u32, u32&, u32&, u32&, u32&) { unused(); }
-DEVICE void load_matrices(u32, u32&, u32&) { unused(); }

@@ -88,6 +88,16 @@ DEVICE u32 word_at(u32 tile, int row, int feature) {
            (feature & 3) * 4;
 }
 
+constexpr int FOLDS = cfg::TOTALS + !cfg::TOTALS;
+DEVICE float nothing_of(char how) {
+    return how == 's' ? 0.f : __uint_as_float(how == 'M' ? 0xFF800000u : 0x7F800000u);
+}
+// Folded as a total is.
+template <char HOW>
+DEVICE float both(float a, float b) {
+    return HOW == 'M' ? onchip::maximum(a, b) : HOW == 'm' ? onchip::minimum(a, b) : a + b;
+}
+
 struct Epilogue {
     const Args& a;
     const Shared& s;
@@ -166,6 +176,20 @@ struct Epilogue {
         }
     }
 
+    // The tile reads of one element.
+    template <int PADDED>
+    __device__ __forceinline__ void read_words(int m, int row, int f, float (&reads)[cfg::READS + 1]) const {
+        UNROLL for (int r = 0; r < cfg::READS; r++) {
+            const u32 from = in + cfg::READ_AT[r] + m * cfg::READ_BLOCK[r];
+            if (cfg::READ_SIZE[r] == 4) {
+                reads[r] = __uint_as_float(load_word(word_at<PADDED>(from, row, f)));
+            } else {
+                const u32 word = load_word(from + row * LINE + (((f >> 3) ^ (row & 7)) << 4) + (f & 6) * 2);
+                reads[r] = unpacked(word, f & 1);
+            }
+        }
+    }
+
     // All of a float32 result, or of one that is stored element by element.
     template <bool POOLED, int R, bool DIRECT>
     __device__ __forceinline__ void write_words(const Sums& d, const Features (&c)[cfg::BLOCKS][2]) const {
@@ -176,15 +200,7 @@ struct Epilogue {
                     UNROLL for (int e = 0; e < V::EACH; e++) {
                         const int f = 16 * warp + 8 * h + (lane >> 2), row = V::row(slot, lane, e);
                         float reads[cfg::READS + 1];
-                        UNROLL for (int r = 0; r < cfg::READS; r++) {
-                            const u32 from = in + cfg::READ_AT[r] + m * cfg::READ_BLOCK[r];
-                            if (cfg::READ_SIZE[r] == 4) {
-                                reads[r] = __uint_as_float(load_word(word_at<V::PADDED>(from, row, f)));
-                            } else {
-                                const u32 word = load_word(from + row * LINE + (((f >> 3) ^ (row & 7)) << 4) + (f & 6) * 2);
-                                reads[r] = unpacked(word, f & 1);
-                            }
-                        }
+                        read_words<V::PADDED>(m, row, f, reads);
                         bool inside;
                         Place p;
                         const float v = result_at<POOLED, R>(d, c, m, slot, h, e, reads, inside, p);
@@ -234,6 +250,58 @@ struct Epilogue {
             else write_words<POOLED, R, false>(d, c);
             store_tile<POOLED, R>(map);
         }
+    }
+
+    // ---- totals --------------------------------------------------------------------------------
+
+    template <int K>
+    __device__ __forceinline__ void fold_in(float (&v)[FOLDS], float acc, const Features& own, const Place& p,
+                                            const float* reads) const {
+        if constexpr (K < cfg::TOTALS) {
+            v[K] = both<cfg::TOTAL_FOLD[K]>(v[K], total<K>(a, acc, own, p, reads));
+            fold_in<K + 1>(v, acc, own, p, reads);
+        }
+    }
+    template <int K>
+    __device__ __forceinline__ void store_totals(const float (&v)[FOLDS], int place, int row) const {
+        if constexpr (K < cfg::TOTALS) {
+            float all = v[K];
+            UNROLL for (int apart = 1; apart < 4; apart *= 2)
+                all = both<cfg::TOTAL_FOLD[K]>(all, __shfl_xor_sync(~0u, all, apart));
+            if (place >= 0 && (lane & 3) == 0) {
+                const int first = (K * cfg::BATCH + t.batch) * cfg::KEPT * cfg::FOLDED_TILES + place;
+                partials(a)[first * cfg::FEATURES + row] = all;
+            }
+            store_totals<K + 1>(v, place, row);
+        }
+    }
+
+    // What this tile has of the totals, for the second launch: a thread folds its positions that exist,
+    // then the four that share a feature do. Each tile has an element of its own.
+    __device__ __forceinline__ void fold_tile(const Sums& d, const Features (&c)[cfg::BLOCKS][2]) const {
+        typedef View<false> V;
+        int kept = 0, folds = 0;
+        bool there = true;  // a cluster's last tiles may lie outside
+        UNROLL for (int l = 3; l >= 0; l--) {
+            int& place = cfg::APART[l] ? kept : folds;
+            place = place * cfg::TILES[l] + t.line[l];
+            there = there && t.line[l] < cfg::TILES[l];
+        }
+        const int here_at = kept * cfg::FOLDED_TILES + folds;
+        UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
+            UNROLL for (int h = 0; h < 2; h++) {
+                float v[FOLDS];
+                UNROLL for (int k = 0; k < cfg::TOTALS; k++) v[k] = nothing_of(cfg::TOTAL_FOLD[k]);
+                UNROLL for (int slot = 0; slot < V::SLOTS; slot++)
+                    UNROLL for (int x = 0; x < 2; x++) {
+                        float reads[cfg::READS + 1];
+                        read_words<V::PADDED>(m, V::row(slot, lane, x), 16 * warp + 8 * h + (lane >> 2), reads);
+                        bool inside;
+                        const Place p = place<false>(slot, m, h, x, inside);
+                        if (inside) fold_in<0>(v, V::value(d[m], slot, h, x), c[m][h], p, reads);
+                    }
+                store_totals<0>(v, there && feature(m, h) < cfg::FEATURES ? here_at : -1, feature(m, h));
+            }
     }
 
     // ---- windows folded from shared memory -----------------------------------------------------
@@ -341,7 +409,7 @@ struct Epilogue {
     }
 };
 
-// Those of positions, or those of windows.
+// Those of positions, or those of windows; then totals, where nothing is pooled.
 template <int R, bool POOLED>
 DEVICE void all_results(const Epilogue& e, const Sums& d, const Features (&c)[cfg::BLOCKS][2],
                         const TensorMap* const* maps) {
@@ -349,6 +417,8 @@ DEVICE void all_results(const Epilogue& e, const Sums& d, const Features (&c)[cf
         constexpr bool OWN = cfg::RESULT_POOLED[R] == POOLED && !(cfg::STAGED && POOLED);
         if constexpr (OWN) e.one_result<R>(d, c, map_of(maps[R], e.t));
         all_results<R + 1, POOLED>(e, d, c, maps);
+    } else if constexpr (cfg::TOTALS > 0) {
+        e.fold_tile(d, c);
     }
 }
 template <int R>
