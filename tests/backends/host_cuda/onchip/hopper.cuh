@@ -186,8 +186,10 @@ DEVICE void barrier_init(u32 at, int arrivals) {
     b.arrivals = b.wanted = arrivals, b.bytes = 0, b.round = 0;
 }
 DEVICE int own_warp() { return threadIdx.x >> 5; }
-DEVICE void barriers_init(u32 first, int count, int arrivals) {
-    for (int i = threadIdx.x & 31; i < count; i += 32) barrier_init(first + 8 * i, arrivals);
+template <class Arrivals>
+DEVICE void make_barriers(u32 first, int count, Arrivals arrivals) {
+    if (threadIdx.x % 32) return;
+    for (int i = own_warp(); i < count; i += blockDim.x / 32) barrier_init(first + 8 * i, arrivals(i));
 }
 DEVICE void barrier_arrive(u32 at) { barrier_at(at).step(1, 0); }
 DEVICE void barrier_expect(u32 at, int bytes) { barrier_at(at).step(1, bytes); }

@@ -150,24 +150,21 @@ DEVICE void run(const Args& a, const TensorMap* x, const TensorMap* w, const Ten
     const Shared s = Shared::at(shared_address(memory));
     const int warp = own_warp();
     mark(6, 0);
-    if (warp == 0) {  // its lanes side by side: a kernel may have dozens of barriers
-        barriers_init(s.w_full, W_TILES, 1);
-        barriers_init(s.w_empty, STREAM ? W_TILES : 0, 4 * cfg::SPLIT * cfg::W_SHARED);
-        barriers_init(s.x_full, cfg::X_STAGES, 1);
-        barriers_init(s.x_empty, cfg::X_STAGES, 4 * cfg::SPLIT * cfg::X_SHARED);
-        if constexpr (cfg::READS > 0) {
-            barriers_init(s.in_full, cfg::R_STAGES, 1);
-            barriers_init(s.in_empty, cfg::R_STAGES, cfg::IN_PLACE ? cfg::SPLIT : 4 * cfg::SPLIT);
-        }
-        if constexpr (cfg::TURNS) barriers_init(s.turn, cfg::TEAMS, 4 * cfg::SPLIT);
-        if constexpr (cfg::K_SPLIT > 1)
-            if (threadIdx.x == 0) expect_sums(s, cluster_rank());
+    constexpr int W = W_TILES, X = cfg::X_STAGES, R = cfg::R_STAGES, ALL = 4 * cfg::SPLIT;
+    make_barriers(s.w_full, 2 * (W + X + R) + cfg::TEAMS, [](int i) {
+        if (i < 2 * W) return i < W ? 1 : ALL * cfg::W_SHARED;
+        if (i < 2 * (W + X)) return i < 2 * W + X ? 1 : ALL * cfg::X_SHARED;
+        if (i < 2 * (W + X) + R) return 1;
+        return i < 2 * (W + X + R) && cfg::IN_PLACE ? cfg::SPLIT : ALL;
+    });
+    if (threadIdx.x == 0) {
+        if constexpr (cfg::K_SPLIT > 1) expect_sums(s, cluster_rank());
         if constexpr (cfg::SPLITS) {
-            barriers_init(s.split, cfg::X_STAGES, 2);
-            barriers_init(s.order, WARPGROUPS, 4);
+            for (int i = 0; i < X; i++) barrier_init(s.split + 8 * i, 2);
+            for (int i = 0; i < WARPGROUPS; i++) barrier_init(s.order + 8 * i, 4);
         }
-        barriers_ready();
-        if (threadIdx.x == 0) prefetch(x), prefetch(w);
+        if constexpr (cfg::K_SPLIT > 1 || cfg::SPLITS) barriers_ready();
+        prefetch(x), prefetch(w);
     }
     if constexpr (cfg::K_SPLIT > 1) {
         __syncthreads();

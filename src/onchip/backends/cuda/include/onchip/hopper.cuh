@@ -22,11 +22,6 @@ DEVICE int own_warp() { return __shfl_sync(~0u, threadIdx.x >> 5, 0); }
 DEVICE void barrier_init(u32 barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
-// Some that lie side by side, by the lanes of a warp.
-DEVICE void barriers_init(u32 first, int count, int arrivals) {
-#pragma unroll 1
-    for (int i = threadIdx.x & 31; i < count; i += 32) barrier_init(first + 8 * i, arrivals);
-}
 DEVICE void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -89,6 +84,16 @@ DEVICE void barrier_acquire(u32 barrier, u32 parity) { WAIT(".acquire.cluster") 
 DEVICE void barriers_ready() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// Barriers that lie side by side, by all warps: what makes one is an instruction of a warp. Everybody
+// must meet before they are used.
+template <class Arrivals>
+DEVICE void make_barriers(u32 first, int count, Arrivals arrivals) {
+    const int warp = own_warp();
+    if (threadIdx.x & 31) return;
+#pragma unroll 1
+    for (int i = warp; i < count; i += blockDim.x >> 5) barrier_init(first + 8 * i, arrivals(i));
+    barriers_ready();
 }
 // What this thread has written to shared memory is there for the copy engine and the matrix unit.
 DEVICE void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

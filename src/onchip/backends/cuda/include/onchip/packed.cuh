@@ -289,15 +289,13 @@ template <class T>
 DEVICE void run(const Args& a, const T* x, const TensorMap* w, const TensorMap* const* results) {
     extern __shared__ unsigned char memory[];
     const Shared s = Shared::at(shared_address(memory));
-    if (threadIdx.x < 32) {
-        barriers_init(s.w_full, WEIGHTS, 1);
-        barriers_init(s.x_full, cfg::X_STAGES, SLOT_ROWS);
-        barriers_init(s.x_empty, cfg::X_STAGES, 4 * cfg::SPLIT);
-        barriers_init(s.raw_full, LOADER_WARPS * RAW_STAGES, 1);
-        barriers_init(s.ready, 3 * WARPGROUPS, 4);  // and turn, and done
-        barriers_ready();
-        if (threadIdx.x == 0) prefetch(w);
-    }
+    constexpr int W = WEIGHTS, X = cfg::X_STAGES, RAW = LOADER_WARPS * RAW_STAGES;
+    make_barriers(s.w_full, W + 2 * X + RAW + 3 * WARPGROUPS, [](int i) {  // the last: ready, turn, done
+        if (i < W + X) return i < W ? 1 : SLOT_ROWS;
+        if (i < W + 2 * X) return 4 * cfg::SPLIT;
+        return i < W + 2 * X + RAW ? 1 : 4;
+    });
+    if (threadIdx.x == 0) prefetch(w);
 #pragma unroll 1
     for (int i = threadIdx.x; i < ZERO_BYTES / 4; i += blockDim.x) store_word(s.zero + 4 * i, 0);
     publish();
