@@ -7,8 +7,8 @@ MODEL (pipeline:softmax:16384x4096) with --dtype. --generator says whose variant
 tensor-core engine's (cuda), or those that the planner has for the GPU, in its order (auto). All are
 built side by side, checked against float64 with poisoned outputs, and timed by
 onchip.report.bench_replay (--once: bench_once) beside eager and Inductor. A variant that fails is a
-row. One that breaks or hangs the process (an illegal address ends every later CUDA call) is a row as
-well: the rest runs in a new process. Results go to $OUT/kernels.json. Exit code 1: a case has no
+row. One that breaks or hangs the process (an illegal address ends every later CUDA call) is a row,
+too: the rest runs in a new process. Results go to $OUT/kernels.json. Exit code 1: a case has no
 correct variant. On a machine without a GPU, or with --no-run, the variants are written, built and
 listed only.
 """

@@ -151,30 +151,31 @@ _GPU = (
 
 # By protocol "One" on an H200, torch 2.11; Nsight Compute 2025.3.
 _FOUR_ONCE = (
-    "4.2 µs are an empty graph's; the same kernel with nothing else measured between its calls "
-    "takes 17.0. Products need 8.1; the rest is the start (each program fetches 72 KiB of weights, "
-    "all the same ones; sharing them in clusters of two cost 1.2 µs more) and the last of 6.8 "
-    "tiles a program"
+    "17.8 µs in another run of the same commit. First operands arrive 3.4 µs after the start, all "
+    "from memory: addresses, descriptors and instructions have left the caches, too (500 "
+    "instructions fewer took 1 µs off); products need 8.1"
 )
 _STEM_ONCE = (
-    "59,100 cycles a program, of which the products of its 15 tiles need 18,500 at the full rate; "
-    "issued in 42 % of the cycles, shared memory's load and store path used in 43 %, no bank "
-    "conflicts. Half as many instructions for laying out, rows by the copy engine, more slots and "
-    "a third team changed nothing, so the products themselves are the suspect: their operand is "
-    "not permuted. Next: measure such an instruction alone; positions in registers"
+    "27.6 and 27.8 µs in two runs; a tile's products take 1,500 to 1,900 clocks, its epilogue "
+    "2,000 beside another team's products; first operands arrive 2.5 µs after the start"
 )
 _WIDEN = (
-    "moves 115.6 MB: a pointwise kernel that moves as much takes 29.8 µs by this protocol (the "
-    "written buffer's lines leave the cache while it runs)"
+    "moves 115.6 MB: a pointwise kernel that reads and writes the same takes 33.2 µs by this "
+    "protocol, and 29.1 where nothing is flushed and inputs rotate, this one 31.7. Rings of 2 to "
+    "6 tiles of the residual, patches of 32 to 256, two programs a multiprocessor, boxes of a half to "
+    "an eighth, input that leaves the cache first: none is faster. What is left is the start and "
+    "the last tile"
 )
 _NARROW = (
-    "moves 64 MB: a pointwise kernel that moves as much takes 20.9 µs by this protocol, the "
-    "library's bare convolution 23.9"
+    "moves 64 MB: 17.9 µs where nothing is flushed and inputs rotate (15.1 at a copy's rate), the "
+    "library's bare convolution takes 24.1 here. Thirty choices of patch, teams and rings lie "
+    "between 23.4 and 24.4, so that memory behind a flushed cache decides"
 )
 _SINGLE = (
-    "4.2 µs are an empty graph's. Eight programs of a cluster share a tile's channels; their sums "
-    "go through two rounds of release and acquire. By K split in 16, 12 and 4: 1.3, 0.7 and 1.2 µs "
-    "more; through memory and a counter 0.6 more. Not profiled"
+    "3.4 to 4.5 µs are an empty graph's. By bench/gpu/timeline.py, of 11,100 clocks 2,600 until a "
+    "program has asked for its operands, 5,800 until the last product (72 KiB of weights a "
+    "program, from memory, by 64 of 132 multiprocessors), 2,000 for adding up in two exchanges, 700 for the "
+    "rest. Next: clusters of 16, or parts that meet in memory, so that all multiprocessors fetch"
 )
 
 
