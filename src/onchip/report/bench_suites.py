@@ -162,7 +162,8 @@ _STEM_ONCE = (
 _WIDEN = (
     "moves 115.6 MB: a pointwise kernel that reads and writes the same takes 33.2 µs by this "
     "protocol, and 29.1 where nothing is flushed and inputs rotate, this one 31.7. Rings of 2 to "
-    "6 tiles of the residual, patches of 32 to 256, two programs a multiprocessor, boxes of a half to "
+    "6 tiles of the residual, patches of 32 to 256, two programs a multiprocessor, boxes "
+    "of a half to "
     "an eighth, input that leaves the cache first: none is faster. What is left is the start and "
     "the last tile"
 )
@@ -174,7 +175,8 @@ _NARROW = (
 _SINGLE = (
     "3.4 to 4.5 µs are an empty graph's. By bench/gpu/timeline.py, of 11,100 clocks 2,600 until a "
     "program has asked for its operands, 5,800 until the last product (72 KiB of weights a "
-    "program, from memory, by 64 of 132 multiprocessors), 2,000 for adding up in two exchanges, 700 for the "
+    "program, from memory, by 64 of 132 multiprocessors), 2,000 for adding up in two "
+    "exchanges, 700 for the "
     "rest. Next: clusters of 16, or parts that meet in memory, so that all multiprocessors fetch"
 )
 
