@@ -151,8 +151,8 @@ _GPU = (
 
 # By protocol "One" on an H200, torch 2.11; Nsight Compute 2025.3.
 _FOUR_ONCE = (
-    "17.8 µs in another run of the same commit. First operands arrive 3.4 µs after the start, all "
-    "from memory: addresses, descriptors and instructions have left the caches, too (500 "
+    "17.8 µs in another run of the same commit. First operands arrive 3.4 µs after the start, "
+    "all from memory: addresses, descriptors and instructions have left the caches, too (500 "
     "instructions fewer took 1 µs off); products need 8.1"
 )
 _STEM_ONCE = (
@@ -162,22 +162,21 @@ _STEM_ONCE = (
 _WIDEN = (
     "moves 115.6 MB: a pointwise kernel that reads and writes the same takes 33.2 µs by this "
     "protocol, and 29.1 where nothing is flushed and inputs rotate, this one 31.7. Rings of 2 to "
-    "6 tiles of the residual, patches of 32 to 256, two programs a multiprocessor, boxes "
-    "of a half to "
-    "an eighth, input that leaves the cache first: none is faster. What is left is the start and "
-    "the last tile"
+    "6 tiles of the residual, patches of 32 to 256, two programs a multiprocessor, boxes of a "
+    "half to an eighth, input that leaves the cache first: none is faster. What is left is the "
+    "start and the last tile"
 )
 _NARROW = (
-    "moves 64 MB: 17.9 µs where nothing is flushed and inputs rotate (15.1 at a copy's rate), the "
-    "library's bare convolution takes 24.1 here. Thirty choices of patch, teams and rings lie "
-    "between 23.4 and 24.4, so that memory behind a flushed cache decides"
+    "moves 64 MB: 17.9 µs where nothing is flushed and inputs rotate (15.1 at a copy's rate), "
+    "the library's bare convolution takes 24.1 here. Thirty choices of patch, teams and rings "
+    "lie between 23.4 and 24.4, so that memory behind a flushed cache decides"
 )
 _SINGLE = (
-    "3.4 to 4.5 µs are an empty graph's. By bench/gpu/timeline.py, of 11,100 clocks 2,600 until a "
-    "program has asked for its operands, 5,800 until the last product (72 KiB of weights a "
-    "program, from memory, by 64 of 132 multiprocessors), 2,000 for adding up in two "
-    "exchanges, 700 for the "
-    "rest. Next: clusters of 16, or parts that meet in memory, so that all multiprocessors fetch"
+    "3.4 to 4.5 µs are an empty graph's. By bench/gpu/timeline.py, of 11,100 clocks 2,600 until "
+    "a program has asked for its operands, 5,800 until the last product (72 KiB of weights a "
+    "program, from memory, by 64 of 132 multiprocessors), 2,000 for adding up in two exchanges, "
+    "700 for the rest. Next: clusters of 16, or parts that meet in memory, so that all "
+    "multiprocessors fetch"
 )
 
 
