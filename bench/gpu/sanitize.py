@@ -68,6 +68,11 @@ ENGINE = {
     "engine, two results and a residual": ("two_results_and_a_residual", 0),
     "engine, element by element": ("element_by_element", 0),
     "engine, batches": ("batched", 0),
+    "engine, K split in 16": ("features_256", 13),
+    "engine, totals": ("statistics", 0),
+    "engine, totals of pictures": ("mean_of_pictures", 0),
+    "engine, classes": ("transposed_4", 0),
+    "engine, classes and a residual": ("transposed_3_residual", 0),
     "engine, few channels": ("stem", 0),
     "engine, few channels, tf32": ("stem_single", 0),
 }
