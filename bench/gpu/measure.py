@@ -24,6 +24,7 @@ from onchip.report.bench_suites import Case
 
 BEST = 3  # variants that are timed again beside the peers
 QUICK = 5  # rounds for all of them
+ONCE = 4  # times as many of single calls, each of which is one launch
 
 
 class Lost(Exception):
@@ -187,7 +188,7 @@ class Bench:
     ) -> tuple[dict[str, float], dict[str, str]]:
         if self.options.once:
             first = {k: calls[0] for k, calls in forms.items()}
-            return bench_once.medians(first, 4 * (rounds or bench_once.ROUNDS // 4))
+            return bench_once.medians(first, rounds * ONCE if rounds else bench_once.ROUNDS)
         return replay.medians(forms, rounds or replay.ROUNDS)
 
     def _floor(self, s: Subject) -> dict[str, Any]:

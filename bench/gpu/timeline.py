@@ -46,7 +46,8 @@ def main() -> int:
         above = "".join(
             f"#define TIMELINE{name} {value}\n"
             for name, value in (
-                ("", f"{kept.data_ptr()}ull"), ("_TURNS", mine.turns), ("_PROGRAM", mine.program),
+                ("", f"{kept.data_ptr()}ull"), ("_TURNS", mine.turns), ("_PLACES", PLACES),
+                ("_PROGRAM", mine.program),
             )
         )  # fmt: skip
         c = replace(c, source=replace(c.source, text=above + c.source.text))

@@ -110,10 +110,9 @@ def launches_of(source: CudaSource) -> tuple[Launch, ...]:
     for part in (source, *source.further):
         assert part.threads % 32 == 0, f"{part.name} has {part.threads} threads: no whole warps"
         arguments = tuple(p if isinstance(p, TensorMap) else p.n for p in part.parameters)
-        cluster = source.cluster if part is source else 1
         out.append(
             Launch(
-                part.name, part.programs, arguments, part.threads // 32, cluster=cluster,
+                part.name, part.programs, arguments, part.threads // 32, cluster=part.cluster,
                 waits=source.waits,
             )
         )  # fmt: skip
@@ -131,7 +130,7 @@ def _job(part: CudaSource | Further, n: int, path: Path, capability: int) -> Job
         "parameters": kinds,
         "options": [f"--gpu-architecture={_ARCHITECTURES[capability]}", *_OPTIONS, *which],
         "warps": part.threads // 32,
-        "shared_bytes": part.shared_bytes if isinstance(part, CudaSource) else 0,
+        "shared_bytes": part.shared_bytes,
         "capability": capability,
     }
 

@@ -249,15 +249,10 @@ class _Emitter:
         return text, "#include <onchip/packed.cuh>"
 
     def _arguments(self) -> str:
-        fields = []
-        for t in self.inputs:
-            fields.append(f"const {STORAGE[t.dtype]}* {self.pointer(t)};")
-        for t in self.outputs:
-            fields.append(f"{STORAGE[t.dtype]}* {self.pointer(t)};")
-        fields += ["float* partials;"] * bool(self.p.totals)
+        fields, _ = self._pointers()
         partials = "a.partials" if self.p.totals else "nullptr"
         return (
-            "struct Args {\n" + "\n".join(f"    {f}" for f in fields) + "\n};\n"
+            "struct Args {\n" + "\n".join(f"    {f};" for f in fields) + "\n};\n"
             f"DEVICE float* partials(const Args& a) {{ return {partials}; }}"
         )
 

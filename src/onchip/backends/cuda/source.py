@@ -26,6 +26,8 @@ class Further:
     parameters: tuple[Pointer, ...]
     programs: int
     threads: int
+    shared_bytes: int = 0
+    cluster: int = 1
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -104,28 +104,8 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
         mark(3, turn);
         if constexpr (cfg::READS > 0) barrier_wait(s.in_full + 8 * in.slot, in.parity);
         mark(4, turn);
-        // what `before` makes of the sums is what windows fold: results of positions come first
-        if constexpr (cfg::FOLD != 0) all_results<0, false>(e, d, c, results);
-        typedef View<false> V;
-        UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
-            UNROLL for (int slot = 0; slot < V::SLOTS; slot++)
-                UNROLL for (int h = 0; h < 2; h++)
-                    UNROLL for (int x = 0; x < 2; x++) {
-                        const int strip = cfg::ALONG == 0 ? slot / V::ACROSS
-                                                          : slot / (V::ACROSS * cfg::PATCH[1]) * V::ACROSS + slot % V::ACROSS;
-                        const int g = cfg::ALONG == 0 ? slot % V::ACROSS : slot / V::ACROSS % cfg::PATCH[1];
-                        bool inside;
-                        const Place p = e.place<false>(slot, m, h, x, inside);
-                        float& v = d[m][strip][4 * g + 2 * h + x];
-                        v = before(a, v, c[m][h], p);
-                    }
-        all_results<0, cfg::FOLD != 0>(e, d, c, results);
-        if constexpr (cfg::STAGED) {
-            e.tile_is_free();
-            e.stage(d);
-            group_barrier(1 + group, 128);
-            all_folds<0>(e);
-        }
+        before_windows(e, d, c, results);
+        store_results(e, d, c, results);
         if constexpr (cfg::READS > 0) {
             const u32 empty = s.in_empty + 8 * in.slot;
             if constexpr (!cfg::IN_PLACE) {
@@ -138,7 +118,6 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
             in_before = empty;
             in.skip(cfg::TEAMS);
         }
-        if constexpr (cfg::STAGED) group_barrier(1 + group, 128);  // all have read
         mark(5, turn);
     }
     if ((threadIdx.x & 127) == 0) stores_wait_read<0>();  // shared memory goes with the program

@@ -8,9 +8,15 @@ namespace engine {
 
 // ---- the epilogue ------------------------------------------------------------------------------
 
-DEVICE float folded(float a, float b) {
-    return cfg::FOLD == 'M' ? onchip::maximum(a, b) : cfg::FOLD == 'm' ? onchip::minimum(a, b) : a + b;
+// Of two values by 'M'aximum, 'm'inimum or 's'um, and what counts for nothing there.
+template <char HOW>
+DEVICE float both(float a, float b) {
+    return HOW == 'M' ? onchip::maximum(a, b) : HOW == 'm' ? onchip::minimum(a, b) : a + b;
 }
+DEVICE float nothing_of(char how) {
+    return how == 's' ? 0.f : __uint_as_float(how == 'M' ? 0xFF800000u : 0x7F800000u);
+}
+DEVICE float folded(float a, float b) { return both<cfg::FOLD>(a, b); }
 
 // A tile of results: the cells of a patch, or its positions. A thread's part of it is counted by
 // slots: of 8 neighbours along the first line (two a thread), or of 4, each folded from a pair.
@@ -89,14 +95,6 @@ DEVICE u32 word_at(u32 tile, int row, int feature) {
 }
 
 constexpr int FOLDS = cfg::TOTALS + !cfg::TOTALS;
-DEVICE float nothing_of(char how) {
-    return how == 's' ? 0.f : __uint_as_float(how == 'M' ? 0xFF800000u : 0x7F800000u);
-}
-// Folded as a total is.
-template <char HOW>
-DEVICE float both(float a, float b) {
-    return HOW == 'M' ? onchip::maximum(a, b) : HOW == 'm' ? onchip::minimum(a, b) : a + b;
-}
 
 struct Epilogue {
     const Args& a;
@@ -426,6 +424,38 @@ DEVICE void all_folds(const Epilogue& e) {
     if constexpr (R < cfg::RESULTS) {
         if constexpr (cfg::RESULT_POOLED[R]) e.fold_windows<R>();
         all_folds<R + 1>(e);
+    }
+}
+
+// Results of positions beside a pool, which come of the sums as they are; then each sum becomes what
+// windows fold.
+DEVICE void before_windows(const Epilogue& e, Sums& d, const Features (&c)[cfg::BLOCKS][2],
+                           const TensorMap* const* maps) {
+    if constexpr (cfg::FOLD != 0) all_results<0, false>(e, d, c, maps);
+    typedef View<false> V;
+    UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
+        UNROLL for (int slot = 0; slot < V::SLOTS; slot++)
+            UNROLL for (int h = 0; h < 2; h++)
+                UNROLL for (int x = 0; x < 2; x++) {
+                    const int strip = cfg::ALONG == 0 ? slot / V::ACROSS
+                                                      : slot / (V::ACROSS * cfg::PATCH[1]) * V::ACROSS + slot % V::ACROSS;
+                    const int g = cfg::ALONG == 0 ? slot % V::ACROSS : slot / V::ACROSS % cfg::PATCH[1];
+                    bool inside;
+                    const Place p = e.place<false>(slot, m, h, x, inside);
+                    float& v = d[m][strip][4 * g + 2 * h + x];
+                    v = before(e.a, v, c[m][h], p);
+                }
+}
+// What is left then: results, and windows that are folded from shared memory.
+DEVICE void store_results(const Epilogue& e, const Sums& d, const Features (&c)[cfg::BLOCKS][2],
+                          const TensorMap* const* maps) {
+    all_results<0, cfg::FOLD != 0>(e, d, c, maps);
+    if constexpr (cfg::STAGED) {
+        e.tile_is_free();
+        e.stage(d);
+        group_barrier(1 + e.group, 128);
+        all_folds<0>(e);
+        group_barrier(1 + e.group, 128);  // all have read
     }
 }
 

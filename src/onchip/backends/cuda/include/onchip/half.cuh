@@ -20,38 +20,20 @@ __device__ __forceinline__ unsigned short to_fp16(float x) {
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
     return y;
 }
-// NaN in either wins.
-__device__ __forceinline__ float maximum(float a, float b) {
-    float y;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-    return y;
-}
-__device__ __forceinline__ float minimum(float a, float b) {
-    float y;
-    asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-    return y;
-}
-// The same for both halves of a word.
-__device__ __forceinline__ unsigned maximum_bf16x2(unsigned a, unsigned b) {
-    unsigned y;
-    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-    return y;
-}
-__device__ __forceinline__ unsigned minimum_bf16x2(unsigned a, unsigned b) {
-    unsigned y;
-    asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-    return y;
-}
-__device__ __forceinline__ unsigned maximum_fp16x2(unsigned a, unsigned b) {
-    unsigned y;
-    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-    return y;
-}
-__device__ __forceinline__ unsigned minimum_fp16x2(unsigned a, unsigned b) {
-    unsigned y;
-    asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-    return y;
-}
+// NaN in either wins; the last four are of both halves of a word.
+#define EXTREME(NAME, TYPE, LETTER, INSTRUCTION)                                     \
+    __device__ __forceinline__ TYPE NAME(TYPE a, TYPE b) {                           \
+        TYPE y;                                                                      \
+        asm(INSTRUCTION " %0, %1, %2;" : "=" LETTER(y) : LETTER(a), LETTER(b));      \
+        return y;                                                                    \
+    }
+EXTREME(maximum, float, "f", "max.NaN.f32")
+EXTREME(minimum, float, "f", "min.NaN.f32")
+EXTREME(maximum_bf16x2, unsigned, "r", "max.NaN.bf16x2")
+EXTREME(minimum_bf16x2, unsigned, "r", "min.NaN.bf16x2")
+EXTREME(maximum_fp16x2, unsigned, "r", "max.NaN.f16x2")
+EXTREME(minimum_fp16x2, unsigned, "r", "min.NaN.f16x2")
+#undef EXTREME
 // Results below the normal range are zero.
 __device__ __forceinline__ float approx_exp2(float x) {
     float y;

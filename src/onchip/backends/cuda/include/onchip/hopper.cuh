@@ -40,12 +40,11 @@ DEVICE void barrier_expect(u32 barrier, int bytes) {
                  : "memory");
 }
 // When warps of a program come to a place in their text, and in which turn of its loop. For
-// bench/gpu/timeline.py, which says where that is kept, how many turns, of which program.
+// bench/gpu/timeline.py, which says where that is kept, how many turns and places, of which program.
 #ifdef TIMELINE
-constexpr int PLACES = 9;
 DEVICE void mark(int place, int turn) {
     if (blockIdx.x == TIMELINE_PROGRAM && (threadIdx.x & 31) == 0 && turn < TIMELINE_TURNS)
-        ((i64*)TIMELINE)[((threadIdx.x >> 5) * TIMELINE_TURNS + turn) * PLACES + place] = clock64();
+        ((i64*)TIMELINE)[((threadIdx.x >> 5) * TIMELINE_TURNS + turn) * TIMELINE_PLACES + place] = clock64();
 }
 #else
 DEVICE void mark(int, int) {}

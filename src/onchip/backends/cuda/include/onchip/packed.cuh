@@ -3,9 +3,10 @@
 // A few warps take turns at rows of input: each one brings its row to shared memory as it is and lays
 // out from there the run of each position in parts of 16 bytes, which the matrix unit reads without
 // permutation. Rows of all these warps are on their way side by side; no warp waits for another one.
-// Where runs come in chunks, a row's chunks go to warps as rows do. Weights stay. A program walks down the rows of an image, so that each row is laid out
-// once; teams take turns at its tiles. Windows of 3 every 2 from one before are folded in registers:
-// with the neighbour's column by a shuffle, with the row above as the tile before hands it on.
+// Where runs come in chunks, a row's chunks go to warps as rows do. Weights stay. A program walks down
+// the rows of an image, so that each row is laid out once; teams take turns at its tiles. Windows of 3
+// every 2 from one before are folded in registers: with the neighbour's column by a shuffle, with the
+// row above as the tile before hands it on.
 //
 // The text that includes this defines namespace packed_cfg besides what engine.cuh wants.
 #pragma once
@@ -103,7 +104,7 @@ DEVICE void sum(Sums& d, const Shared& s, const Weights<W_HELD>& weights, int sl
 }
 
 // What is no position does not count in a window.
-DEVICE float nothing() { return __uint_as_float(cfg::FOLD == 'M' ? 0xFF800000u : 0x7F800000u); }
+DEVICE float nothing() { return engine::nothing_of(cfg::FOLD); }
 
 // A row of a tile as windows fold it: of each group of 8 positions the two that a thread has.
 typedef u32 Row[cfg::GROUPS][2][WORDS];
@@ -261,25 +262,10 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
         } else {
             if constexpr (cfg::TEAMS > 1) arrive(s.done + 8 * group);
             mark(5, turn);
-            if (cfg::FOLD != 0) engine::all_results<0, false>(e, d, c, results);
-            UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
-                UNROLL for (int strip = 0; strip < cfg::STRIPS; strip++)
-                    UNROLL for (int i = 0; i < SUMS; i++) {
-                        bool inside;
-                        const int h = i >> 1 & 1;
-                        const Place p = e.place<false>(strip * engine::View<false>::ACROSS + i / 4, m, h, i & 1, inside);
-                        d[m][strip][i] = before(a, d[m][strip][i], c[m][h], p);
-                    }
+            engine::before_windows(e, d, c, results);
         }
         mark(6, turn);
-        engine::all_results<0, cfg::FOLD != 0>(e, d, c, results);
-        if constexpr (cfg::STAGED) {
-            e.tile_is_free();
-            e.stage(d);
-            group_barrier(1 + group, 128);
-            engine::all_folds<0>(e);
-            group_barrier(1 + group, 128);  // all have read
-        }
+        engine::store_results(e, d, c, results);
         mark(7, turn);
     }
     if (thread == 0) stores_wait_read<0>();  // shared memory goes with the program
