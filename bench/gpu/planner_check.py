@@ -113,7 +113,10 @@ CASES: dict[str, Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]] = {
     "pointwise": lambda: (Pointwise(), (on(HALF, 1 << 26), on(HALF, 1 << 26))),
     "softmax": lambda: (nn.Softmax(-1), (on(HALF, 16384, 4096),)),
     "norm": lambda: (Norm(4096).to(GPU, HALF), (on(HALF, 16384, 4096), on(HALF, 16384, 4096))),
-    "odd norm": lambda: (Norm(997).to(GPU), (on(torch.float32, 333, 997),) * 2),
+    "odd norm": lambda: (
+        Norm(997).to(GPU),
+        (on(torch.float32, 333, 997), on(torch.float32, 333, 997)),
+    ),
     "transpose": lambda: (Turned(), (on(HALF, 8192, 4096), on(HALF, 4096, 8192))),
     "columns": lambda: (Columns(), (on(HALF, 65536, 4096),)),
     "pipeline": lambda: (Pipeline().to(GPU, HALF).eval(), (on(HALF, 32, 64, 56, 56),)),

@@ -25,7 +25,7 @@ for tool in ${TOOLS:-memcheck racecheck synccheck}; do
   log="$logs/sanitize-$tool.log"
   start=$SECONDS
   # children only compile; 86 says that the tool found errors
-  timeout "${SANITIZE_S:-240}" compute-sanitizer --tool "$tool" --target-processes application-only \
+  timeout "${SANITIZE_S:-240}" compute-sanitizer --tool "$tool" --target-processes application-only --launch-timeout 120 \
     --error-exitcode 86 "$python" bench/gpu/sanitize.py "$@" > "$log" 2>&1
   code=$?
   echo "$tool: exit code $code; $(grep -c ': [0-9]* right$' "$log") kinds right, $((SECONDS - start)) s"

@@ -192,6 +192,11 @@ DEVICE void make_barriers(u32 first, int count, Arrivals arrivals) {
     for (int i = own_warp(); i < count; i += blockDim.x / 32) barrier_init(first + 8 * i, arrivals(i));
 }
 DEVICE void barrier_arrive(u32 at) { barrier_at(at).step(1, 0); }
+constexpr int WARP_ARRIVALS = 1;
+DEVICE void warp_arrives(u32 at) {
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) barrier_arrive(at);
+}
 DEVICE void barrier_expect(u32 at, int bytes) { barrier_at(at).step(1, bytes); }
 DEVICE void barrier_wait(u32 at, u32 parity) {
     Barrier& b = barrier_at(at);

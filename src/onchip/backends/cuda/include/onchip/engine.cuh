@@ -139,7 +139,7 @@ DEVICE void run(const Args& a, const TensorMap* x, const TensorMap* w, const Ten
     if (threadIdx.x == 0) {
         if constexpr (cfg::K_SPLIT > 1) expect_sums(s, cluster_rank());
         if constexpr (cfg::SPLITS) {
-            for (int i = 0; i < X; i++) barrier_init(s.split + 8 * i, 2);
+            for (int i = 0; i < X; i++) barrier_init(s.split + 8 * i, 2 * WARP_ARRIVALS);
             for (int i = 0; i < WARPGROUPS; i++) barrier_init(s.order + 8 * i, 4);
         }
         if constexpr (cfg::K_SPLIT > 1 || cfg::SPLITS) barriers_ready();

@@ -166,8 +166,7 @@ DEVICE void split_input(const Shared& s, int thread) {
                                        make_uint4(low_part(v[i].x), low_part(v[i].y), low_part(v[i].z), low_part(v[i].w)));
                 }
                 publish();
-                __syncwarp();
-                if ((thread & 31) == 0) barrier_arrive(s.split + 8 * ring.slot);
+                warp_arrives(s.split + 8 * ring.slot);
                 ring.next();
             },
             [](int, int, bool) {});

@@ -39,6 +39,17 @@ DEVICE void barrier_expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
 }
+// A warp, all of whose lanes have come here: what they waited for must not go on without one. One lane
+// says it for all; under a tool each says it for itself, since racecheck follows no other order.
+#ifdef PATIENT
+constexpr int WARP_ARRIVALS = 32;
+#else
+constexpr int WARP_ARRIVALS = 1;
+#endif
+DEVICE void warp_arrives(u32 barrier) {
+    __syncwarp();
+    if (WARP_ARRIVALS == 32 || (threadIdx.x & 31) == 0) barrier_arrive(barrier);
+}
 // When warps of a program come to a place in their text, and in which turn of its loop. For
 // bench/gpu/timeline.py, which says where that is kept, how many turns and places, of which program.
 #ifdef TIMELINE

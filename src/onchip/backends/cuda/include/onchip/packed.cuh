@@ -16,17 +16,11 @@ namespace packed {
 
 // ---- the consumers -----------------------------------------------------------------------------
 
-// For a warp, all of whose lanes have come here: what they waited for must not go on without one.
-DEVICE void arrive(u32 barrier) {
-    __syncwarp();
-    if ((threadIdx.x & 31) == 0) barrier_arrive(barrier);
-}
-
 // Slots in their order, and after those of tiles before: a slot's barrier tells one round from the
 // next only, and a loader looks at every LOADERS / SLOT_ROWS-th slot.
 DEVICE void give_back(const Shared& s, int slot, int count) {
     __syncwarp();
-    if ((threadIdx.x & 31) != 0) return;
+    if (WARP_ARRIVALS == 1 && (threadIdx.x & 31) != 0) return;
     int k = slot % cfg::X_STAGES;
     for (int u = 0; u < count; u++) {
         barrier_arrive(s.x_empty + 8 * k);
@@ -219,7 +213,7 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
             // a slot's barrier tells one round from the next only: those of the tile before have come
             if (cfg::TEAMS > 1 && turn > 0) barrier_wait(s.ready + 8 * other, parity);
             operands_here(s, slot, 0, weights_here);
-            if constexpr (cfg::TEAMS > 1) arrive(s.ready + 8 * group);
+            if constexpr (cfg::TEAMS > 1) warp_arrives(s.ready + 8 * group);
         }
         mark(1, turn);
         Sums d;
@@ -230,7 +224,7 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
         };
         sum(d, s, weights, slot, weights_here, tile_before);
         weights_here = true;
-        if constexpr (cfg::TEAMS > 1) arrive(s.turn + 8 * group);
+        if constexpr (cfg::TEAMS > 1) warp_arrives(s.turn + 8 * group);
         products_wait<0>();
         mark(3, turn);
         tile_before();  // it has multiplied, and handed on its row
@@ -255,12 +249,12 @@ DEVICE void consume(const Shared& s, const Args& a, const TensorMap* const* resu
                 if constexpr (cfg::TEAMS > 1) hand_on(last[m], row + group * CARRY_BYTES);
                 else copy(own[m], last[m]);
             }
-            if constexpr (cfg::TEAMS > 1) arrive(s.done + 8 * group);
+            if constexpr (cfg::TEAMS > 1) warp_arrives(s.done + 8 * group);
             mark(5, turn);
             if (!stores) continue;
             UNROLL for (int m = 0; m < cfg::BLOCKS; m++) fold_windows(d[m], e, c[m], m, above[m], last[m]);
         } else {
-            if constexpr (cfg::TEAMS > 1) arrive(s.done + 8 * group);
+            if constexpr (cfg::TEAMS > 1) warp_arrives(s.done + 8 * group);
             mark(5, turn);
             engine::before_windows(e, d, c, results);
         }
@@ -277,9 +271,9 @@ DEVICE void run(const Args& a, const T* x, const TensorMap* w, const TensorMap* 
     const Shared s = Shared::at(shared_address(memory));
     constexpr int W = WEIGHTS, X = cfg::X_STAGES, RAW = LOADER_WARPS * RAW_STAGES;
     make_barriers(s.w_full, W + 2 * X + RAW + 3 * WARPGROUPS, [](int i) {  // the last: ready, turn, done
-        if (i < W + X) return i < W ? 1 : SLOT_ROWS;
-        if (i < W + 2 * X) return 4 * cfg::SPLIT;
-        return i < W + 2 * X + RAW ? 1 : 4;
+        if (i < W + X) return i < W ? 1 : SLOT_ROWS * WARP_ARRIVALS;
+        if (i < W + 2 * X) return 4 * cfg::SPLIT * WARP_ARRIVALS;
+        return i < W + 2 * X + RAW ? 1 : 4 * WARP_ARRIVALS;
     });
     if (threadIdx.x == 0) prefetch(w);
 #pragma unroll 1

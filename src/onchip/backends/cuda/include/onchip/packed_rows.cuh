@@ -235,8 +235,7 @@ DEVICE void load(const Shared& s, const T* x, const TensorMap* w, int warp, int 
         lay_out(s.x + slot * SLOT + row % SLOT_ROWS * ROW_STEP, from, here.chunk(), lane);
         mark(3, turn);
         publish();
-        __syncwarp();  // all have read and written
-        if (lane == 0) barrier_arrive(s.x_full + 8 * slot);
+        warp_arrives(s.x_full + 8 * slot);  // all have read and written
         fetch(stage.slot);
         stage.next();
         mark(4, turn);
