@@ -172,6 +172,7 @@ def _build(
         warnings.warn(f"onchip: {notes[0]}", stacklevel=6)
     progress("comparing with eager", 0, 0)
     outcome = _settle(module, args, kwargs, original, captured, planned, settings)
+    notes = (*notes, *planned.notes)
     return Compiled(original, captured, planned, outcome, time.perf_counter() - start, notes)
 
 
