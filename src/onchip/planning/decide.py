@@ -27,6 +27,7 @@ from onchip.planning.isolation import Isolation
 from onchip.planning.library import Step as LibraryForm
 from onchip.planning.library import aten_steps, onednn_steps, run_of
 from onchip.planning.plan import Kernel, KernelStep, Step
+from onchip.planning.relayout import relayout_cut
 from onchip.planning.timing import Clock, clock_for, fastest
 from onchip.planning.tuner import (
     Verdict,
@@ -289,6 +290,10 @@ class Decider:
         for k, c in {c.unit.key: c for c in reversed(found)}.items():
             late = time.perf_counter() - self.start > self.settings.budget_s * CUT_SHARE
             if k in known or c.verdict is None or late:
+                continue
+            behind = relayout_cut(c.unit.region.nodes)
+            if behind is not None:  # what it is there for
+                out.append((c, behind))
                 continue
             operators = len(c.unit.region.nodes)
             floor = self.generator.floor_us(c.unit.region)

@@ -56,8 +56,8 @@ MOST_EMPTY = 1.15
 # A row is held in registers whole up to this many elements, 64 a thread of 16 warps; packed, twice
 # as many by twice the warps.
 LONGEST_ROW = 1 << 15
-# Side of a tile that transposes.
-SQUARE = 64
+# Side of a tile that transposes; of its long one, where an axis is shorter.
+SQUARE, LONGEST_SIDE = 64, 1024
 
 
 def variants(
@@ -292,8 +292,11 @@ def _square(
     out = []
     last = next(a for a in reversed(root.loops) if a.extent > 1)
     for side, warps in ((SQUARE, 8), (SQUARE, 4), (SQUARE // 2, 4), (2 * SQUARE, 8)):
-        cut = (crossed, last)
-        tile = tuple(min(side, power_of_two(a.extent)) if a in cut else 1 for a in root.loops)
+        short, long = sorted((crossed, last), key=lambda a: a.extent)
+        few = min(side, power_of_two(short.extent))
+        most = max(side * side // few, side)  # as many elements, where a few channels are one side
+        sides = {short: few, long: min(most, power_of_two(long.extent), LONGEST_SIDE)}
+        tile = tuple(sides.get(a, 1) for a in root.loops)
         nest = build_nest(staged, root, tile)
         if isinstance(nest, Refusal):
             return nest
