@@ -418,6 +418,20 @@ def element_by_element_single():
     return S(own, nn.ReLU()), image(2, 32, 9, 9, dtype=FP32)
 
 
+@case(Config((8, 9, 1), 1, teams=2, x_stages=2))
+def channels_first():
+    own = Fn(lambda s, x: F.relu(s.m(x)).contiguous(), m=conv(64, 33, 3, padding=1))
+    return own, image(2, 64, 9, 10)
+
+
+@case(Config((16, 3, 1), 0, teams=2, x_stages=2, w_stages=3))
+def channels_first_single():
+    own = conv(32, 33, 3, padding=1, dtype=FP32)
+    return Fn(lambda s, x, y: F.relu(s.m(x) + y).contiguous(), m=own), *(
+        image(2, n, 9, 14, dtype=FP32) for n in (32, 33)
+    )
+
+
 @case(exact=False)
 def gelu_linear():
     own = linear(256, 192)

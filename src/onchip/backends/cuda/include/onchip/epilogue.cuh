@@ -194,20 +194,26 @@ struct Epilogue {
         typedef View<POOLED> V;
         UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
             UNROLL for (int slot = 0; slot < V::SLOTS; slot++)
-                UNROLL for (int h = 0; h < 2; h++)
+                UNROLL for (int h = 0; h < 2; h++) {
+                    constexpr bool PAIR = DIRECT && V::EACH == 2 && cfg::RESULT_PAIR[R];
+                    float v[V::EACH];
+                    bool inside[V::EACH];
+                    Place p[V::EACH];
                     UNROLL for (int e = 0; e < V::EACH; e++) {
                         const int f = 16 * warp + 8 * h + (lane >> 2), row = V::row(slot, lane, e);
                         float reads[cfg::READS + 1];
                         read_words<V::PADDED>(m, row, f, reads);
-                        bool inside;
-                        Place p;
-                        const float v = result_at<POOLED, R>(d, c, m, slot, h, e, reads, inside, p);
-                        if constexpr (DIRECT) {
-                            if (inside) put<R>(a, p, v);
-                        } else {
-                            store_word(word_at<V::PADDED>(tile + m * 2 * V::PADDED * LINE, row, f), __float_as_uint(v));
-                        }
+                        v[e] = result_at<POOLED, R>(d, c, m, slot, h, e, reads, inside[e], p[e]);
+                        if constexpr (!DIRECT)
+                            store_word(word_at<V::PADDED>(tile + m * 2 * V::PADDED * LINE, row, f), __float_as_uint(v[e]));
+                        else if (inside[e] && !PAIR)
+                            put<R>(a, p[e], v[e]);
                     }
+                    if constexpr (PAIR) {
+                        if (inside[1]) put_all<R, 2>(a, p[0], v);
+                        else if (inside[0]) put<R>(a, p[0], v[0]);
+                    }
+                }
     }
 
     // Before this warpgroup's tile is written again, the copy engine must have read it.
