@@ -81,17 +81,6 @@ def epilogue_text(
     return Epilogue("\n\n".join(parts) + "\n", copied)
 
 
-def pairs(p: Problem, r: Result, strides: Mapping[Tensor, Strides]) -> bool:
-    """Whether two neighbouring positions of a result that is stored element by element, the first
-    one even, lie side by side at a multiple of their size: one store."""
-    if r.tile or p.classes > 1 or (r.pooled and p.pools) or not p.position_axes:
-        return False
-    where = address(r.index, strides[r.tensor])
-    steps = dict(where.terms)
-    beside = steps.pop(p.position_axes[0], 0) == 1
-    return beside and all(n % 2 == 0 for n in (*steps.values(), where.constant))
-
-
 def finals_text(
     p: Problem, pointer: Callable[[Tensor], str], strides: Mapping[Tensor, Strides]
 ) -> str:

@@ -7,8 +7,8 @@ from math import ceil, prod
 
 from onchip.backends.cuda import packed_sizes, totals
 from onchip.backends.cuda.classes import class_shifts, tap_tables
-from onchip.backends.cuda.epilogue import epilogue_text, pairs
-from onchip.backends.cuda.geometry import BLOCK, GROUP, Geometry
+from onchip.backends.cuda.epilogue import epilogue_text
+from onchip.backends.cuda.geometry import BLOCK, GROUP, ROW_COLUMNS, Geometry
 from onchip.backends.cuda.limits import refusal
 from onchip.backends.cuda.maps import Maps
 from onchip.backends.cuda.packed import PackedGeometry, geometry
@@ -192,7 +192,7 @@ class _Emitter:
             "EXCHANGE_BYTES": g.exchange_bytes, "AT_ONCE": int(at_once(g)),
             "X_SHARED": c.x_shared, "W_SHARED": c.w_shared, "TURNS": int(g.turns),
             "TILE_BYTES": g.tile_bytes, "READ_BYTES": g.read_bytes, "R_STAGES": g.r_stages,
-            "IN_PLACE": int(g.in_place),
+            "IN_PLACE": int(g.in_place), "ROW_COLUMNS": ROW_COLUMNS,
             "TILE_RANK": 1 + len(p.lines) + (p.matrices > 1),
             "READS": len(reads), "READ_TX": read,
             "RESULTS": len(p.results), "STAGED": int(g.staged), "WIDE": int(g.wide),
@@ -220,7 +220,7 @@ class _Emitter:
             "RESULT_SIZE": [r.tensor.dtype.size for r in p.results] or [0],
             "RESULT_POOLED": [int(r.pooled and p.pools) for r in p.results] or [0],
             "RESULT_TILE": [int(r.tile) for r in p.results] or [0],
-            "RESULT_PAIR": [int(pairs(p, r, self.strides)) for r in p.results] or [0],
+            "RESULT_SIDE": [r.side for r in p.results] or [0],
             "READ_SIZE": reads or [0],
             "READ_AT": starts or [0],
             "READ_BLOCK": blocks or [0],
