@@ -48,6 +48,7 @@ WIDE = 64  # columns of one class that are enough for a product of its own
 def by_residue(staged: tuple[Staged, ...]) -> tuple[Staged, ...]:
     """The stages; those that are last and read tensors by quotient and remainder are split, and
     what they read becomes part of them."""
+    staged = _put_where_read(staged)
     folds = {s.tensor: s for s in staged if reduces(s.body) and not s.is_output}
     readers: dict[Tensor, list[Staged]] = {}
     for s in staged:
@@ -65,6 +66,36 @@ def by_residue(staged: tuple[Staged, ...]) -> tuple[Staged, ...]:
             for t in parts:
                 del out[t]
     return tuple(out.values())
+
+
+def _put_where_read(staged: tuple[Staged, ...]) -> tuple[Staged, ...]:
+    """The stages; one that only chooses between folds, and whose one reader reads each of its
+    elements in place, if several times (x * sigmoid(x)), is a value of that reader."""
+    out = {s.tensor: s for s in staged}
+    for t in [s.tensor for s in staged]:
+        s = out[t]
+        if s.is_output or reduces(s.body) or not places_of(s):
+            continue
+        found = [r for r in out.values() if any(ld.src is t for ld in r.loads)]
+        if len(found) == 1 and _reads_in_place(found[0], s):
+            (r,) = found
+            value = substitute(s.body, dict(zip(s.loops, r.loops, strict=True)))
+            out[r.tensor] = replace(r, body=_with_value(r.body, t, value))
+            del out[t]
+    return tuple(out.values())
+
+
+def _reads_in_place(r: Staged, s: Staged) -> bool:
+    """Whether r reads of s the element that it computes, outside of any fold."""
+    read = [ld for ld in r.loads if ld.src is s.tensor]
+    folded = any(ld.src is s.tensor for x in reduces(r.body) for ld in loads(x))
+    plain = s.store == s.loops and len(s.loops) == len(r.loops)
+    return plain and not folded and all(ld.index == r.loops and ld.pad is None for ld in read)
+
+
+def _with_value(e: Expr, t: Tensor, value: Expr) -> Expr:
+    """The expression with one value, the same object, in place of each load of a tensor."""
+    return rewrite(e, lambda x: value if isinstance(x, Load) and x.src is t else None)
 
 
 def _is_part(fold: Staged, s: Staged, places: dict[Axis, tuple[int, int]]) -> bool:
