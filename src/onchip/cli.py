@@ -163,7 +163,7 @@ def bench(
     peers: PeersOption = False,
     without: Annotated[
         list[str] | None,
-        typer.Option("--without", metavar="PEER", help="leave a peer out: inductor (on a GPU)"),
+        typer.Option("--without", metavar="PEER", help="leave a peer out (on a GPU): inductor ..."),
     ] = None,
     json_path: JsonOption = None,
 ) -> None:

@@ -21,7 +21,7 @@ from math import prod
 
 from onchip.fusion.contraction import as_contraction, ended_body, until
 from onchip.fusion.inline import inline
-from onchip.fusion.staging import Staged
+from onchip.fusion.staging import Staged, split_own_axes, with_own_axes
 from onchip.ir.dtype import DType
 from onchip.ir.expr import (
     Axis,
@@ -69,18 +69,21 @@ def by_residue(staged: tuple[Staged, ...]) -> tuple[Staged, ...]:
 
 
 def _put_where_read(staged: tuple[Staged, ...]) -> tuple[Staged, ...]:
-    """The stages; one that only chooses between folds, and whose one reader reads each of its
-    elements in place, if several times (x * sigmoid(x)), is a value of that reader."""
+    """The stages; one of an axis that falls into parts (classes of positions, groups of channels),
+    itself no fold, whose one reader reads each of its elements in place, if several times
+    (x * sigmoid(x)), is a value of that reader, whose axis then falls into the same."""
     out = {s.tensor: s for s in staged}
     for t in [s.tensor for s in staged]:
         s = out[t]
-        if s.is_output or reduces(s.body) or not places_of(s):
+        if s.is_output or reduces(s.body) or (s.store == s.loops and not places_of(s)):
             continue
         found = [r for r in out.values() if any(ld.src is t for ld in r.loads)]
-        if len(found) == 1 and _reads_in_place(found[0], s):
-            (r,) = found
+        if len(found) != 1:
+            continue
+        s, r = with_own_axes(s), with_own_axes(found[0])
+        if _reads_in_place(r, s):
             value = substitute(s.body, dict(zip(s.loops, r.loops, strict=True)))
-            out[r.tensor] = replace(r, body=_with_value(r.body, t, value))
+            out[r.tensor] = split_own_axes(replace(r, body=_with_value(r.body, t, value)))
             del out[t]
     return tuple(out.values())
 
@@ -89,8 +92,8 @@ def _reads_in_place(r: Staged, s: Staged) -> bool:
     """Whether r reads of s the element that it computes, outside of any fold."""
     read = [ld for ld in r.loads if ld.src is s.tensor]
     folded = any(ld.src is s.tensor for x in reduces(r.body) for ld in loads(x))
-    plain = s.store == s.loops and len(s.loops) == len(r.loops)
-    return plain and not folded and all(ld.index == r.loops and ld.pad is None for ld in read)
+    same = len(s.loops) == len(r.loops)
+    return same and not folded and all(ld.index == r.loops and ld.pad is None for ld in read)
 
 
 def _with_value(e: Expr, t: Tensor, value: Expr) -> Expr:
