@@ -20,7 +20,9 @@ TORCH_ALLOWED = (
     "backends/nvidia/first_run.py", "backends/triton/functions.py",
 )  # fmt: skip
 # they run the whole compiler, so they stand above it like the api
-DRIVERS = {"report/bench.py", "report/bench_gpu.py", "report/bench_engine.py"}
+DRIVERS = {
+    f"report/{name}.py" for name in ("bench", "bench_gpu", "bench_engine", "bench_kernelbench")
+}
 MOST_LINES = 400
 
 

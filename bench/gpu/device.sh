@@ -2,12 +2,14 @@
 # What is measured on a machine with a GPU, from the repository's root:
 #
 #   bench/gpu/device.sh STEP...     steps: facts launcher conformance kernels planner runtime
-#                                    memory gpu engine sanitize
+#                                    memory gpu engine resnet50 kernelbench sanitize
 #
 # Every step has a time limit in seconds (STEP_S=120 sets another for all) and prints the last lines
 # of its output; all of it goes to $OUT/log.txt, results as JSON beside it (OUT is /tmp if not set).
 # KERNELS chooses kernels.py's cases, CASES (a regular expression) those of a suite, WITHOUT peers
-# that a suite leaves out (WITHOUT="inductor cudnn"). Exit code: how many steps failed.
+# that a suite leaves out (WITHOUT="inductor cudnn"), KERNELBENCH is a clone of KernelBench with what
+# chooses its problems (KERNELBENCH="/path --every 3"). The steps resnet50 and kernelbench run only
+# if they are named. Exit code: how many steps failed.
 set -u -o pipefail
 export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export ONCHIP_CACHE="${ONCHIP_CACHE:-/tmp/onchip-cache}"
@@ -44,6 +46,10 @@ for wanted in "$@"; do
     runtime) step runtime 240 30 "$python" bench/gpu/runtime_check.py ;;
     memory | gpu | engine) step "$wanted" 500 40 "$python" bench/gpu/suite.py "$wanted" \
       "${CASES:-}" --without ${WITHOUT:-} ;;
+    resnet50) step resnet50 590 20 "$python" bench/gpu/suite.py gpu-resnet50 \
+      "${CASES:-}" --without ${WITHOUT:-} ;;
+    kernelbench) step kernelbench 590 60 "$python" bench/gpu/suite.py kernelbench \
+      ${KERNELBENCH:?a clone of KernelBench} --without ${WITHOUT:-} ;;
     *) echo "no step $wanted" >&2; exit 2 ;;
   esac
 done

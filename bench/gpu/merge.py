@@ -10,6 +10,7 @@ are an error.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,8 +41,12 @@ def merged(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         raise OnchipError("no results to merge: give the files of several runs")
     cases = SUITES.get(first["suite"], ())
     order = {(c.name, str(c.dtype).removeprefix("torch.")): n for n, c in enumerate(cases)}
-    kept = sorted(rows.values(), key=lambda r: order.get((r["name"], r["dtype"]), len(order)))
-    return {**list(results.values())[-1], "rows": kept}
+
+    def place(row: Mapping[str, Any]) -> tuple[int, int]:
+        number = re.match(r"(\d+)_", row["name"])  # KernelBench's problems have one
+        return order.get((row["name"], row["dtype"]), len(order)), int(number[1]) if number else 0
+
+    return {**list(results.values())[-1], "rows": sorted(rows.values(), key=place)}
 
 
 def main(target: str, files: Sequence[str]) -> None:

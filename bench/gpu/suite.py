@@ -1,8 +1,11 @@
 """Cases of a suite of `onchip bench` with peers as a short table:
 
     python3 bench/gpu/suite.py SUITE [REGEX] [--without PEER...]
+    python3 bench/gpu/suite.py kernelbench PATH [REGEX] [--ids 1,4,7-9] [--skip K] [--every N]
 
-REGEX chooses cases by name and type ("56x56.*bfloat16"). Every row is printed, and the contract's
+REGEX chooses cases by name and type ("56x56.*bfloat16"). PATH is a clone of KernelBench; of its
+problems (of IDS: all) the first K are left out and then all but every N-th, so that N runs with
+K = 0 ... N - 1 are all of them. Every row is printed, and the contract's
 JSON written to $OUT/SUITE-cuda.json (for bench/results; merge.py joins those of several runs), as
 soon as the case is done: a run that is stopped keeps what it has. A case that breaks or hangs the
 process has a row that says so, and the others run in a new process. Exit code 1: a case failed or
@@ -28,46 +31,78 @@ sys.path.insert(0, str(HERE.parents[1] / "src"))
 
 from bench.gpu import kernels  # noqa: E402
 
-from onchip.report import bench, schema  # noqa: E402
+from onchip.errors import OnchipError  # noqa: E402
+from onchip.report import bench, benchmarks, schema  # noqa: E402
 
-PEERS = ("eager", "bare", "cudnn", "channels_last", "inductor")
-QUIET_S = 240  # a case that takes longer hangs
+PEERS = {
+    "eager": "eager",
+    "bare": "bare",
+    "cudnn": "cudnn",
+    "channels_last": "ch.last",
+    "inductor": "inductor",
+    "inductor_freezing": "freezing",
+    "inductor_max_autotune": "autotune",
+}  # and the heads of their columns, which a suite without them has not
+# A case that takes longer hangs; a peer that tries all that it can takes minutes for a network.
+QUIET_S, QUIET_TUNED_S = 240, 570
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    p.add_argument("suite", choices=bench.SUITES)
-    p.add_argument("pattern", nargs="?", default="", metavar="REGEX")
+    p.add_argument("suite", choices=(*bench.SUITES, bench.KERNELBENCH))
+    p.add_argument("words", nargs="*", metavar="[PATH] [REGEX]")
     p.add_argument("--without", nargs="*", default=[], metavar="PEER")
+    p.add_argument("--ids", default="")
+    p.add_argument("--skip", type=int, default=0)
+    p.add_argument("--every", type=int, default=1)
     p.add_argument("--state", type=Path, help=argparse.SUPPRESS)
-    return p.parse_args(argv)
+    found = p.parse_args(argv)
+    found.problems = {}
+    if found.suite == bench.KERNELBENCH:
+        path = found.words.pop(0) if found.words else ""
+        found.problems = dict(path=path, ids=found.ids, skip=found.skip, every=found.every)
+    found.pattern = found.words.pop(0) if found.words else ""
+    if found.words:
+        p.error(f"unrecognized arguments: {' '.join(found.words)}")
+    return found
 
 
 def name_of(case: bench.Case) -> str:
     return f"{case.name} {str(case.dtype).removeprefix('torch.')}"
 
 
-def chosen(suite: str, pattern: str) -> list[bench.Case]:
-    found = [c for c in bench.SUITES[suite] if re.search(pattern, name_of(c))]
+def chosen(suite: str, pattern: str, **problems: Any) -> list[bench.Case]:
+    try:
+        cases = bench.cases(suite, **problems)
+    except OnchipError as error:
+        sys.exit(f"onchip: {error}")
+    found = [c for c in cases if re.search(pattern, name_of(c))]
     if not found:
         sys.exit(f"no case of {suite} matches {pattern!r}")
     return found
 
 
+def wanted(options: argparse.Namespace) -> list[bench.Case]:
+    return chosen(options.suite, options.pattern, **options.problems)
+
+
 def parent(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    chosen(options.suite, options.pattern)
+    cases = wanted(options)
     state = Path(tempfile.mkdtemp(prefix="onchip-bench-")) / "state.jsonl"
     state.touch()
-    print("".join(f"{h[:9]:>10}" for h in ("onchip", *PEERS, "floor", "share", "target", "kernels",
-                                       "error", "eager's")) + "  case")  # fmt: skip
+    heads = [PEERS[p] for p in columns(cases)]
+    print("".join(f"{h:>10}" for h in ("onchip", *heads, "floor", "share", "target", "kernels",
+                                       "error", "eager's", "seconds")) + "  case")  # fmt: skip
+    quiet_s = QUIET_TUNED_S if any("inductor_max_autotune" in c.peers for c in cases) else QUIET_S
     command = [sys.executable, __file__, *argv, "--state", str(state)]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit: end the child, too
     try:
-        code = kernels.supervise(command, state, QUIET_S)
+        code = kernels.supervise(command, state, quiet_s)
     except KeyboardInterrupt:
         code = 124
     result = written(options, state)
     rows = result["rows"] if result else []
+    print("\n".join(x.strip() for x in benchmarks.summary(rows)))
     return 1 if code or not rows or any(missed(r) for r in rows) else 0
 
 
@@ -75,10 +110,11 @@ def child(options: argparse.Namespace) -> int:
     import torch
     from bench.gpu.measure import alive
 
-    if bench.SUITES[options.suite][0].device == "cuda" and not torch.cuda.is_available():
+    cases = wanted(options)
+    if cases[0].device == "cuda" and not torch.cuda.is_available():
         sys.exit(f"suite {options.suite} runs on an NVIDIA GPU; torch sees none here")
     done = {e["row"]["case"] for e in kernels.read(options.state) if "row" in e}
-    for case in chosen(options.suite, options.pattern):
+    for case in cases:
         name = name_of(case)
         if name in done:
             continue
@@ -87,7 +123,7 @@ def child(options: argparse.Namespace) -> int:
         row = dict(case=name, variant=options.suite, result=result)
         kernels.append(options.state, dict(row=row))
         written(options, options.state)
-        print(line(result["rows"][0]), flush=True)
+        print(line(result["rows"][0], columns(cases)), flush=True)
         if result["rows"][0]["onchip_us"] is None and not alive():
             os._exit(kernels.RESTART)  # an orderly end would wait for the GPU
     return 0
@@ -99,7 +135,7 @@ def written(options: argparse.Namespace, state: Path) -> dict[str, Any] | None:
     whole = [r["result"] for r in found if "result" in r]
     if not whole:
         return None
-    cases = {name_of(c): c for c in chosen(options.suite, options.pattern)}
+    cases = {name_of(c): c for c in wanted(options)}
     rows = [
         r["result"]["rows"][0]
         if "result" in r
@@ -113,15 +149,22 @@ def written(options: argparse.Namespace, state: Path) -> dict[str, Any] | None:
     return result
 
 
-def line(r: dict[str, Any]) -> str:
+def columns(cases: Sequence[bench.Case]) -> list[str]:
+    """The peers that a suite's cases have."""
+    engine = ("bare", "cudnn", "channels_last", "inductor") if cases[0].protocol == "once" else ()
+    return [p for p in PEERS if p in ("eager", *engine, *cases[0].peers)]
+
+
+def line(r: dict[str, Any], peers: Sequence[str]) -> str:
     def cell(v: float | None, form: str) -> str:
         return f"{'-' if v is None else format(v, form):>10}"
 
     name = f"{r['name'].removeprefix('pipeline:')} {r['dtype']}"
-    cells = [cell(t, ",.1f") for t in (r["onchip_us"], *(r["peers"].get(p) for p in PEERS))]
+    cells = [cell(t, ",.1f") for t in (r["onchip_us"], *(r["peers"].get(p) for p in peers))]
     cells += [cell(r["floor_us"], ",.1f"), cell(r["share"], ".1%")]
     cells += [cell(r["target_us"], ",.1f"), cell(r["launches"], "d")]
     cells += [cell(r["error"], ".1e"), cell(r["eager_error"], ".1e")]
+    cells += [cell(sum(r["seconds"].values()) if "seconds" in r else None, ".0f")]
     notes = f"\n    {r['notes'][:400]}" if r["onchip_us"] is None else ""
     return f"{''.join(cells)}  {name}{' MISSED' if missed(r) else ''}{notes}"
 

@@ -149,12 +149,21 @@ def kernels(
 @app.command()
 def bench(
     suite: Annotated[
-        str, typer.Argument(metavar="SUITE", help="cpu, memory, gpu, engine, networks ...")
+        str,
+        typer.Argument(
+            metavar="SUITE", help="cpu, resnet50, memory, gpu, engine, networks, kernelbench ..."
+        ),
     ],
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="of kernelbench: a clone of KernelBench")
+    ] = "",
+    ids: Annotated[str, typer.Option(help="of kernelbench: problems, such as 1,4,7-9")] = "",
+    every: Annotated[int, typer.Option(min=1, help="of kernelbench: each so many-th")] = 1,
+    skip: Annotated[int, typer.Option(min=0, help="of kernelbench: leave so many out")] = 0,
     peers: PeersOption = False,
     without: Annotated[
         list[str] | None,
-        typer.Option("--without", metavar="PEER", help="leave a peer out: inductor (on a GPU)"),
+        typer.Option("--without", metavar="PEER", help="leave a peer out (on a GPU): inductor ..."),
     ] = None,
     json_path: JsonOption = None,
 ) -> None:
@@ -167,7 +176,9 @@ def bench(
         if error.name != "onchip.report.bench":
             raise
         raise OnchipError("this installation has no benchmarks (onchip.report.bench)") from error
-    result: dict[str, Any] = run(suite, peers, tuple(without or ()))
+    chosen = dict(path=path, ids=ids, every=every, skip=skip)
+    chosen = {} if chosen == dict(path="", ids="", every=1, skip=0) else chosen
+    result: dict[str, Any] = run(suite, peers, tuple(without or ()), **chosen)
     schema.check(result, schema.BENCH, "bench result")
     text = json.dumps(result, indent=2, allow_nan=False)
     if json_path is None or json_path == "-":

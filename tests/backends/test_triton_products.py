@@ -108,6 +108,8 @@ def upsampling(
         elif step == "add":
             residual.append(value(t.shape, dtype, seed=7))
             t = op("add.Tensor", t, residual[-1])
+        elif step == "swish":
+            t = op("mul.Tensor", t, op("sigmoid", t))
         else:
             t = op(step, t)
     if derived:
@@ -229,6 +231,10 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "upsampling 1d, many features": lambda: upsampling((2, 33, 7), 70, 16, 8, 4),
     "upsampling 3d": lambda: upsampling((1, 17, 3, 2, 4), 20),
     "upsampling 3d, 3 taps": lambda: upsampling((1, 17, 3, 2, 4), 20, 3),
+    "upsampling, read twice":
+        lambda: upsampling((1, 17, 4, 5), 33, 3, order=("swish", "add"), last=False),
+    "upsampling 3d, read twice":
+        lambda: upsampling((1, 17, 3, 2, 4), 20, 3, more=1, order=("add", "swish", "swish")),
     "upsampling by a weight that is no constant":
         lambda: upsampling((1, 20, 4, 5), 17, derived=False),
     "upsampling, 3 taps of a weight that is no constant":
@@ -422,6 +428,13 @@ def test_classes_of_different_numbers_of_taps_are_one_product(cases) -> None:
     assert text.count("tl.dot") == 1
     assert re.search(r"taps0 = \(t\d \* -1 \+ 2\)", text)
     assert re.search(r"in range\(0, \(taps0 \* taps1( \* \d+)?\)\)", text)
+
+
+@pytest.mark.parametrize("name", ["upsampling, read twice", "upsampling 3d, read twice"])
+def test_a_transposed_convolution_that_is_read_twice_is_one_product(name, cases) -> None:
+    text = first(name, cases).text
+    assert text.count("tl.dot") == 1
+    assert len(cases[name].source.launches) == 1
 
 
 def test_classes_whose_taps_lie_elsewhere_are_branches(cases) -> None:

@@ -48,9 +48,11 @@ def layer_norm(shape: Shape, dtype: DType = DType.F32) -> Program:
     return program([op("layer_norm", value(shape, dtype), shape[-1:], w, b)])
 
 
-def group_norm(shape: Shape, groups: int) -> Program:
+def group_norm(shape: Shape, groups: int, twice: bool = False) -> Program:
+    """twice: what the norm's activation gives is read twice."""
     x, (w, b) = value(shape), (value(shape[1:2], seed=s) for s in (1, 2))
-    return program([op("silu", op("group_norm", x, groups, w, b, 1e-5))])
+    t = op("silu", op("group_norm", x, groups, w, b, 1e-5))
+    return program([op("mul.Tensor", t, op("sigmoid", t)) if twice else t])
 
 
 def mean_deviation(shape: Shape) -> Program:
@@ -147,6 +149,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "long bfloat16 layer norm": lambda: layer_norm((2, 49152), BF16),
     "group norm": lambda: group_norm((2, 6, 64, 128), 2),
     "odd group norm": lambda: group_norm((1, 6, 97, 61), 2),
+    "group norm of features, read twice": lambda: group_norm((37, 48), 4, twice=True),
     "mean deviation": lambda: mean_deviation((2, 40960)),
     "batch norm": lambda: batch_norm((8, 6, 24, 40)),
     "batch norm of primes": lambda: batch_norm((11, 3, 31, 29)),

@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from onchip.backends.interpreter import evaluate
 from onchip.capture import export as exporting
 from onchip.capture.build import build
 from onchip.capture.containers import flatten
 from onchip.capture.devices import check_devices
 from onchip.errors import CaptureError
+from onchip.ir.graph import reads
 
 
 class Mixed(torch.nn.Module):
@@ -66,3 +68,26 @@ def test_operators_with_tensors_off_the_gpu_are_the_librarys(mixed, monkeypatch)
     assert reasons["arange"] == "its tensors are on cpu: left to the library"
     assert not reasons["linear"] and not reasons["relu"] and not reasons["add"]  # noqa: PT018
     assert {t.tag["device"] for n in graph.nodes if not n.opaque for t in n.results} == {"cuda:0"}
+
+
+class Numbers(torch.nn.Module):
+    """Makes tensors of numbers on the CPU, in its own call."""
+
+    def forward(self, x):
+        return torch.minimum(x, torch.tensor(0.7)) * torch.tensor(3)
+
+
+def test_a_number_made_on_the_cpu_is_part_of_a_kernel(monkeypatch):
+    monkeypatch.setattr(exporting, "gpus", lambda *_: [])
+    model = Numbers()
+    with FakeTensorMode():
+        x = torch.empty(2, 2, device="cuda")
+    leaves, spec = flatten(((x,), {}))
+    graph, slots = build(exporting.export(model, spec, leaves, [x]).program, model)
+    named = {n.op: n for n in graph.nodes}
+    low, high = named["minimum"], named["mul"]
+    assert not low.opaque and not high.opaque  # noqa: PT018
+    assert not any(t in slots for n in (low, high) for b in n.tensors for t in reads(b))
+    given = torch.tensor([[0.5, 2.0], [-1.0, 0.7]])
+    (found,) = evaluate(high.results, {graph.inputs[0]: given.numpy()})
+    assert torch.equal(torch.from_numpy(found), model(given))

@@ -176,3 +176,23 @@ def test_outputs_of_a_region_are_what_others_and_the_caller_read():
             for users in (None, graph.users()):
                 region = region_of(nodes, graph, p.constants, p.position, users)
                 assert list(region.outputs) == expected
+
+
+def test_what_was_between_two_operators_may_be_merged_first():
+    """y * f(y): f is between the two until it is part of the product's group."""
+
+    def of(region, *_):  # y may not be a result of its group, as where its tile would be too large
+        kept = any(t.name == "exp" for t in region.outputs) and len(region.nodes) > 1
+        refusal = Refusal(Rule.SCRATCH, "exp", "its tile is too large")
+        return refusal if kept else region.nodes[-1].results[0]
+
+    def f(x):
+        y = torch.exp(x)
+        return y * torch.sigmoid(y)
+
+    p = partitioner(f, torch.randn(5, 7))
+    p.root_of = of
+    (group,) = p.run().groups
+    assert [n.op for n in group.nodes] == ["exp", "sigmoid", "mul"]
+    names = {(a.op, b.op): r.rule for (a, b), r in p.refusals.items()}
+    assert names == {("exp", "sigmoid"): Rule.SCRATCH}

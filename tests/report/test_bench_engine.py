@@ -34,11 +34,7 @@ class Clock:
         return types.SimpleNamespace(zero_=lambda: self.run("flush", 50.0))
 
     def graph(self, name, times):
-        def replay_once():
-            self.run(name, times.pop(0))
-
-        recording = types.SimpleNamespace(replay=replay_once)
-        return types.SimpleNamespace(recording=recording, calls=1)
+        return lambda: self.run(name, times.pop(0))
 
     def run(self, name, milliseconds):
         self.log.append(name)
@@ -82,7 +78,8 @@ def test_a_form_that_cannot_be_captured_has_a_reason(clock, monkeypatch):
         assert (len(calls), repeats) == (1, 1)
         if calls[0] is None:
             raise RuntimeError("operation not permitted\nwhen stream is capturing")
-        return clock.graph("good", [4.0] * 100)
+        replay = clock.graph("good", [4.0] * 100)
+        return types.SimpleNamespace(recording=types.SimpleNamespace(replay=replay), calls=1)
 
     monkeypatch.setattr(once, "captured", captured)
     found, failed = once.medians({"bad": None, "good": print}, rounds=2)
@@ -250,7 +247,7 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(bench_engine.peers, "inductor", lambda module, args: lambda: module(*args))
 
 
-ONCE = dict(dtype=torch.float32, device="cuda", once=True)
+ONCE = dict(dtype=torch.float32, device="cuda", protocol="once")
 CASES = (
     Case("layer:3x3+bn+relu:2x4x8x8-4:channels-last", **ONCE, target_us=9.0),
     Case("layer:linear+gelu:8x8-8", **ONCE, target_bare=0.5),
@@ -356,7 +353,7 @@ def test_a_case_that_broke_the_process_is_a_row(tmp_path, monkeypatch):
     assert "hung" in rows[0]["notes"]
     assert json.loads((tmp_path / "engine-smoke-cuda.json").read_text())["rows"] == rows
     assert all(suite.missed(r) for r in rows)
-    assert "hung" in suite.line(rows[0])
+    assert "hung" in suite.line(rows[0], suite.columns(cases))
 
 
 def test_cases_are_chosen_by_name_and_type():

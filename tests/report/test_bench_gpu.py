@@ -138,7 +138,7 @@ def test_a_row_that_misses_its_target_has_the_suites_reason():
 
 def test_cases_of_a_suite_are_on_one_device_and_measured_alike():
     for name, suite in SUITES.items():
-        assert len({(c.device, c.once) for c in suite}) == 1, name
+        assert len({(c.device, c.protocol) for c in suite}) == 1, name
         assert len({(c.name, c.dtype) for c in suite}) == len(suite), name
 
 

@@ -10,11 +10,13 @@ import torch
 from onchip.capture.captured import Slot
 from onchip.capture.export import INNER
 from onchip.capture.names import node_names, origin
+from onchip.capture.rewriting import called_on
 from onchip.capture.template import Bindings, evaluate
 from onchip.errors import CaptureError, InternalError, OpaqueOperator
 from onchip.ir.dtype import BY_LABEL, DType
 from onchip.ir.expr import Tensor, tensor
 from onchip.ir.graph import Graph, LibraryCall, Mutation, Node, Origin, defined_by
+from onchip.ops.conversion import constant
 from onchip.ops.registry import OPERATORS
 
 # Assertions about metadata hold by the guards; they compute nothing.
@@ -34,6 +36,9 @@ def dtype_of(dtype: torch.dtype) -> DType:
         raise CaptureError(f"tensors of type {dtype} are not supported; convert them outside")
     return found
 
+
+# What tracing puts between a number that forward() makes a tensor of and its use.
+_COPIES = frozenset(["aten.clone.default", "aten.lift_fresh_copy.default", "aten.detach.default"])
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -146,6 +151,9 @@ class _Builder:
         target = str(n.target)
         args, kwargs = self.resolve(n.args), self.resolve(n.kwargs)
         call = LibraryCall(target, tuple(args), dict(kwargs))
+        if target in _COPIES and self.is_number(call.tensors()[0]):
+            self.env[n] = call.tensors()[0]  # nothing in the graph writes to either
+            return
         val = n.meta.get("val")
         expressed, reason = self.express(call, val, name)
         nest = self.results(expressed, val, name, call.tensors())
@@ -180,6 +188,7 @@ class _Builder:
         function = OPERATORS.get(call.target)
         if function is None:
             return None, f"{call.target} has no expression"
+        call = self.with_numbers(call)
         types = [t.dtype for t in call.tensors()]
         types += [dtype_of(v.dtype) for v in _flat(val) if isinstance(v, torch.Tensor)]
         odd = next((d for d in types if not d.is_computable), None)
@@ -200,6 +209,23 @@ class _Builder:
                 f"{type(error).__name__}: {error}; please report this"
             ) from error
         return (list(result) if isinstance(result, tuple) else result), ""
+
+    def with_numbers(self, call: LibraryCall) -> LibraryCall:
+        """The call with numbers in place of those tensors without axes that forward() makes of
+        numbers on the CPU while the program runs on a GPU (`torch.min(x, torch.tensor(0.5))`): a
+        kernel can't read them there."""
+        known: dict[Tensor, Tensor] = {}
+        for t in call.tensors():
+            if self.is_number(t):
+                known[t] = constant((), self.slots[t].fetch().item(), t.dtype)
+                known[t].name = t.name
+                known[t].tag |= {"strides": (), "device": self.device}
+        return called_on(call, known)
+
+    def is_number(self, t: Tensor) -> bool:
+        traced = t in self.slots and self.slots[t].kind == "value"
+        elsewhere = t.tag["device"] == "cpu" != self.device
+        return traced and elsewhere and not t.shape and t.dtype.is_computable
 
     def results(self, expressed: Any, val: Any, name: str, inputs: list[Tensor]) -> Any:
         """Tensors in the nest of `val`, checked against what PyTorch derived."""

@@ -35,15 +35,18 @@ def _node(n: Node, mapping: Mapping) -> Node:
     inputs = n.inputs
     if not any(t in mapping for t in inputs):
         return n
-    call = LibraryCall(
-        n.call.target, _replace(n.call.args, mapping), _replace(n.call.kwargs, mapping)
-    )
+    call = called_on(n.call, mapping)
     memo: dict[Expr, Expr] = {}
     for t in (*n.tensors, *(t for t in n.results if t not in n.tensors)):
         body = None if t.body is None else _body(t.body, mapping, memo)
         mapping[t] = replace(t, body=body, tag=dict(t.tag))
     outputs = tuple(None if t is None else mapping[t] for t in n.outputs)
     return replace(n, call=call, tensors=tuple(mapping[t] for t in n.tensors), outputs=outputs)
+
+
+def called_on(call: LibraryCall, mapping: Mapping) -> LibraryCall:
+    """The call on what `mapping` has for its tensors."""
+    return LibraryCall(call.target, _replace(call.args, mapping), _replace(call.kwargs, mapping))
 
 
 def _body(e: Expr, mapping: Mapping, memo: dict[Expr, Expr]) -> Expr:

@@ -100,6 +100,10 @@ class Partitioner:
                 if self.pads_operands and self._is_operand_padding(p):
                     for before in self._producers(p):
                         self.try_merge(before, p)
+            for p in self._producers(n):
+                refused = self.refusals.get((p, n))
+                if refused is not None and refused.rule is Rule.CYCLE:
+                    self.try_merge(p, n)  # what was between (x * sigmoid(x)) may be part of n's now
         return Partition(self._ordered(), self.refusals, self.merges)
 
     def _producers(self, n: Node) -> list[Node]:
@@ -127,6 +131,7 @@ class Partitioner:
             self.refusals[p, n] = root
             return
         self.merges += 1
+        self.refusals.pop((p, n), None)
         a.root = root
         a.nodes += b.nodes
         a.products += b.products

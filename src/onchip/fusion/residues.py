@@ -21,7 +21,7 @@ from math import prod
 
 from onchip.fusion.contraction import as_contraction, ended_body, until
 from onchip.fusion.inline import inline
-from onchip.fusion.staging import Staged
+from onchip.fusion.staging import Staged, split_own_axes, with_own_axes
 from onchip.ir.dtype import DType
 from onchip.ir.expr import (
     Axis,
@@ -48,6 +48,7 @@ WIDE = 64  # columns of one class that are enough for a product of its own
 def by_residue(staged: tuple[Staged, ...]) -> tuple[Staged, ...]:
     """The stages; those that are last and read tensors by quotient and remainder are split, and
     what they read becomes part of them."""
+    staged = _put_where_read(staged)
     folds = {s.tensor: s for s in staged if reduces(s.body) and not s.is_output}
     readers: dict[Tensor, list[Staged]] = {}
     for s in staged:
@@ -65,6 +66,39 @@ def by_residue(staged: tuple[Staged, ...]) -> tuple[Staged, ...]:
             for t in parts:
                 del out[t]
     return tuple(out.values())
+
+
+def _put_where_read(staged: tuple[Staged, ...]) -> tuple[Staged, ...]:
+    """The stages; one of an axis that falls into parts (classes of positions, groups of channels),
+    itself no fold, whose one reader reads each of its elements in place, if several times
+    (x * sigmoid(x)), is a value of that reader, whose axis then falls into the same."""
+    out = {s.tensor: s for s in staged}
+    for t in [s.tensor for s in staged]:
+        s = out[t]
+        if s.is_output or reduces(s.body) or (s.store == s.loops and not places_of(s)):
+            continue
+        found = [r for r in out.values() if any(ld.src is t for ld in r.loads)]
+        if len(found) != 1:
+            continue
+        s, r = with_own_axes(s), with_own_axes(found[0])
+        if _reads_in_place(r, s):
+            value = substitute(s.body, dict(zip(s.loops, r.loops, strict=True)))
+            out[r.tensor] = split_own_axes(replace(r, body=_with_value(r.body, t, value)))
+            del out[t]
+    return tuple(out.values())
+
+
+def _reads_in_place(r: Staged, s: Staged) -> bool:
+    """Whether r reads of s the element that it computes, outside of any fold."""
+    read = [ld for ld in r.loads if ld.src is s.tensor]
+    folded = any(ld.src is s.tensor for x in reduces(r.body) for ld in loads(x))
+    same = len(s.loops) == len(r.loops)
+    return same and not folded and all(ld.index == r.loops and ld.pad is None for ld in read)
+
+
+def _with_value(e: Expr, t: Tensor, value: Expr) -> Expr:
+    """The expression with one value, the same object, in place of each load of a tensor."""
+    return rewrite(e, lambda x: value if isinstance(x, Load) and x.src is t else None)
 
 
 def _is_part(fold: Staged, s: Staged, places: dict[Axis, tuple[int, int]]) -> bool:

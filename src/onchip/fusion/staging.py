@@ -36,7 +36,7 @@ from onchip.ir.expr import (
     walk,
 )
 from onchip.ir.functions import FUNCTIONS, TRANSCENDENTAL
-from onchip.ir.index import simplify
+from onchip.ir.index import linear, simplify
 
 # Evaluating an intermediate again costs arithmetic, keeping it costs a store and a load per
 # element in L1 (about 4 cheap operations' time): recompute while the sum stays below this.
@@ -269,6 +269,20 @@ def split_own_axes(s: Staged) -> Staged:
             )
         )
     return s
+
+
+def with_own_axes(s: Staged) -> Staged:
+    """The stage over its tensor's own axes, also where they have been split."""
+    if s.store == s.loops:
+        return s
+    digits: dict[Axis, Expr] = {}
+    for i, a in zip(s.store, s.tensor.axes, strict=True):
+        terms = sorted(linear(i).terms, key=lambda term: -term[1])
+        for n, (loop, step) in enumerate(terms):
+            assert isinstance(loop, Axis)
+            digits[loop] = a // step % loop.extent if n else a // step
+    body = substitute_simplified(s.body, digits)
+    return replace(s, body=body, loops=s.tensor.axes, store=s.tensor.axes)
 
 
 def splitting_factor(e: Expr, a: Axis) -> int | None:

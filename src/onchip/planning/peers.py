@@ -8,7 +8,7 @@ import io
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,45 @@ def inductor(module: torch.nn.Module, args: tuple[Any, ...]) -> Call:
     compiled = torch.compile(copy.deepcopy(module), dynamic=False)
     compiled(*args)
     return lambda: compiled(*args)
+
+
+# Ways to compile for a GPU, by name: options of Inductor. Freezing folds weights into constants
+# (inference only); max-autotune (as mode "max-autotune-no-cudagraphs" has it) also times Triton's
+# products and convolutions against the library's. None makes CUDA graphs: who measures does.
+FORMS: dict[str, dict[str, Any]] = {
+    "inductor": {},
+    "inductor_freezing": {"freezing": True},
+    "inductor_max_autotune": {"max_autotune": True, "coordinate_descent_tuning": True},
+}
+
+
+def compiled_forms(
+    module: torch.nn.Module, args: tuple[Any, ...], names: Sequence[str]
+) -> tuple[dict[str, Callable[..., object]], dict[str, str]]:
+    """The model as torch.compile makes it, by name of FORMS, compiled for arguments like these;
+    and the reasons of those that fail."""
+    from torch._inductor import config
+
+    found: dict[str, Callable[..., object]] = {}
+    failed: dict[str, str] = {}
+    torch._dynamo.reset()  # not in between: it would make each compile again when it is timed
+    for name in names:
+        options = FORMS[name]
+        compiled = torch.compile(copy.deepcopy(module), dynamic=False, options=options)
+        try:
+            # as options they tell this form's code from the others', but tracing reads the globals
+            with quiet(), torch.no_grad(), config.patch(options):
+                compiled(*args)
+        except Exception as error:  # a peer may fail in any way; the reason is reported
+            failed[name] = _reason(error)
+        else:
+            found[name] = compiled
+    return found, failed
+
+
+def _reason(error: Exception) -> str:
+    first = (str(error).strip() or "no message").splitlines()[0]
+    return f"{type(error).__name__}: {first}"[:200]
 
 
 def onnxruntime(module: torch.nn.Module, args: tuple[Any, ...]) -> Call:
@@ -86,8 +125,7 @@ def make_peers(
                 call = PEERS[name](module, args)
                 call()
         except Exception as error:  # a peer may fail in any way; the reason is reported
-            first = (str(error).strip() or "no message").splitlines()[0]
-            failed[name] = f"{type(error).__name__}: {first}"[:200]
+            failed[name] = _reason(error)
         else:
             found[name] = call
     return found, failed

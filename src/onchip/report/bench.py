@@ -10,25 +10,44 @@ from typing import Any
 import torch
 
 from onchip.errors import OnchipError
-from onchip.report.bench_suites import SUITES, Case
+from onchip.report.bench_suites import KERNELBENCH, SUITES, Case
 from onchip.report.report import Report
 
-__all__ = ["SUITES", "Case", "row_of", "run", "run_cases"]
+__all__ = ["KERNELBENCH", "SUITES", "Case", "cases", "row_of", "run", "run_cases"]
 
 
-def run(suite: str, peers: bool = False, without: Sequence[str] = ()) -> dict[str, Any]:
+def run(
+    suite: str, peers: bool = False, without: Sequence[str] = (), **problems: Any
+) -> dict[str, Any]:
     """Results of a suite on this machine, in the form of report.schema.BENCH; on a GPU the peers
-    named in `without` are left out. A case that fails has a row that says why. Raises OnchipError
-    if there is no such suite, or no GPU for it."""
+    named in `without` are left out. Where there is a GPU, a suite NAME that has a counterpart
+    gpu-NAME is that one. `problems` are the arguments of bench_kernelbench.cases, for that suite.
+    A case that fails has a row that says why. Raises OnchipError if there is no such suite, or no
+    GPU for it."""
+    on_gpu = f"gpu-{suite}"
+    suite = on_gpu if on_gpu in SUITES and torch.cuda.is_available() else suite
+    return run_cases(suite, cases(suite, **problems), peers, without)
+
+
+def cases(suite: str, **problems: Any) -> tuple[Case, ...]:
+    """A suite's cases. OnchipError if there is no such suite, or not these problems."""
+    if suite == KERNELBENCH:
+        from onchip.report import bench_kernelbench
+
+        if not problems.get("path"):
+            raise OnchipError(f"suite {suite} needs the PATH of a clone of KernelBench")
+        return bench_kernelbench.cases(**problems)
+    if problems:
+        raise OnchipError(f"suite {suite} takes no PATH and no choice of ids: {KERNELBENCH} does")
     if suite not in SUITES:
-        raise OnchipError(f"no suite {suite!r}: there are {', '.join(SUITES)}")
-    return run_cases(suite, SUITES[suite], peers, without)
+        raise OnchipError(f"no suite {suite!r}: there are {', '.join((*SUITES, KERNELBENCH))}")
+    return SUITES[suite]
 
 
 def run_cases(
     suite: str, cases: Sequence[Case], peers: bool, without: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The same for cases of one device, all measured call by call or none."""
+    """The same for cases of one device and protocol."""
     from onchip import api
     from onchip.planning.machine import device_name
 
@@ -37,10 +56,7 @@ def run_cases(
         raise OnchipError(f"suite {suite} runs on an NVIDIA GPU; torch sees none here")
     conditions: dict[str, Any] = {}
     if device == "cuda":
-        from onchip.report.bench_engine import EngineBench
-        from onchip.report.bench_gpu import DeviceBench
-
-        bench = (EngineBench if cases[0].once else DeviceBench)(peers, without)
+        bench = _device_bench(cases[0].protocol)(peers, without)
         rows, conditions = bench.rows(cases), bench.conditions()
     else:
         rows = [_row(case, peers) for case in cases]
@@ -52,6 +68,15 @@ def run_cases(
         **conditions,
         "rows": rows,
     }
+
+
+def _device_bench(protocol: str) -> Any:
+    """What runs cases of a protocol on a GPU."""
+    from onchip.report.bench_engine import EngineBench
+    from onchip.report.bench_gpu import DeviceBench
+    from onchip.report.bench_kernelbench import KernelBench
+
+    return {"rotated": DeviceBench, "once": EngineBench, KERNELBENCH: KernelBench}[protocol]
 
 
 def _row(case: Case, peers: bool) -> dict[str, Any]:
@@ -93,5 +118,11 @@ def failed(case: Case, error: Exception) -> dict[str, Any]:
         "peers": {},
         **dict.fromkeys(unknown),
         "target_us": case.target_us,
+        **grouped(case),
         "notes": f"{type(error).__name__}: {' '.join(str(error).split())}",
     }
+
+
+def grouped(case: Case) -> dict[str, str]:
+    """What a row says of the rows that it is summarised with."""
+    return {"group": case.group} if case.group else {}

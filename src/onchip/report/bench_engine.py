@@ -17,6 +17,7 @@ from onchip.planning import fused_peers, peers
 from onchip.report import bench_once as once
 from onchip.report.bench_gpu import DeviceBench
 from onchip.report.bench_replay import Call, reason
+from onchip.report.bench_suites import Case
 
 Inputs = tuple[torch.Tensor, ...]
 
@@ -46,7 +47,12 @@ class EngineBench(DeviceBench):
         return unseen(inputs)
 
     def _times(
-        self, program: Callable[..., Any], module: torch.nn.Module, inputs: Inputs, nbytes: int
+        self,
+        case: Case,
+        program: Callable[..., Any],
+        module: torch.nn.Module,
+        inputs: Inputs,
+        nbytes: int,
     ) -> tuple[dict[str, float], dict[str, str]]:
         before = torch.backends.cudnn.benchmark
         torch.backends.cudnn.benchmark = True

@@ -8,6 +8,7 @@ cache. Errors are those of onchip.runtime.verify, against float64.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,25 +16,28 @@ from typing import Any
 import torch
 
 from onchip.analysis.summary import program_bound_us
-from onchip.capture import capture
 from onchip.errors import OnchipError
 from onchip.ir.graph import Graph
 from onchip.models import resolve
-from onchip.planning import machine
+from onchip.planning import machine, peers
 from onchip.planning.peers import quiet
 from onchip.report import bench_replay as replay
-from onchip.report.bench import failed
+from onchip.report.bench import failed, grouped
 from onchip.report.bench_suites import Case
 from onchip.runtime.verify import Verification, verify
+from onchip.settings import Settings
 
 DEVICE = "cuda"
 
 
 class DeviceBench:
-    """Runs cases on the GPU at hand; `with_peers`: Inductor too, unless it is among `without`."""
+    """Runs cases on the GPU at hand; `with_peers`: a case's peers, too, but those in `without`."""
+
+    settings = Settings()
 
     def __init__(self, with_peers: bool, without: Sequence[str] = ()) -> None:
         self.with_peers, self.without = with_peers, without
+        self.seconds: dict[str, float] = {}
         self.copy_gbs = replay.copy_gbs()
         # the floor of a row must not lie below what this run's own copy reaches
         found = machine.measure(DEVICE)
@@ -57,29 +61,52 @@ class DeviceBench:
     def _row(self, case: Case) -> dict[str, Any]:
         from onchip import api
 
-        found = resolve(case.model, batch=case.batch, dtype=case.dtype)
-        module, inputs = found.module.to(DEVICE), found.example_inputs
-        if case.channels_last:
-            form = torch.channels_last
-            module = module.to(memory_format=form)  # type: ignore[call-overload]
-            inputs = tuple(x.contiguous(memory_format=form) for x in inputs)
-        inputs = tuple(x.to(DEVICE) for x in inputs)
-        program = api.compile(module, inputs, name=found.name)
+        self.seconds = {}
+        with self._stage("load"):
+            module, inputs = self._model(case)
+        with self._stage("compile"):
+            program = api.compile(module, inputs, settings=self.settings, name=case.name)
         inputs = self._measured_on(inputs)
-        with quiet():
+        with self._stage("verify"), quiet():
             verified = verify(program, module, inputs)
-        api.judge(verified, case.name)
-        graph = capture(module, inputs).graph
+        self._judge(verified, case)
+        graph = program.compiled[-1].original.graph
         nbytes = compulsory_bytes(graph)
-        times, untimed = self._times(program, module, inputs, nbytes)
-        if "onchip" in untimed:
+        times, untimed = self._times(case, program, module, inputs, nbytes)
+        if "onchip" not in times:
             raise OnchipError(f"the program can't be timed: {untimed['onchip']}")
         notes = [*program.notes, *(f"{k}: {why}" for k, why in untimed.items())]
         return self._figures(case, times, graph, verified) | {
             "launches": program.launches,
             "peers": {k: times.get(k) for k in (*times, *untimed) if k != "onchip"},
             "notes": "; ".join(notes),
+            "seconds": self.seconds,
         }
+
+    @contextlib.contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        """Counts the seconds inside as the case's."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = round(time.perf_counter() - start, 2)
+
+    def _model(self, case: Case) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+        """The case's module, and inputs to compile it on."""
+        found = resolve(case.model, batch=case.batch, dtype=case.dtype)
+        module, inputs = found.module.to(DEVICE), found.example_inputs
+        if case.channels_last:
+            form = torch.channels_last
+            module = module.to(memory_format=form)  # type: ignore[call-overload]
+            inputs = tuple(x.contiguous(memory_format=form) for x in inputs)
+        return module, tuple(x.to(DEVICE) for x in inputs)
+
+    def _judge(self, verified: Verification, case: Case) -> None:
+        """VerificationError if the program is not exact enough."""
+        from onchip import api
+
+        api.judge(verified, case.name)
 
     def _measured_on(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """The inputs that the program is verified and timed on, for those it was compiled on."""
@@ -87,6 +114,7 @@ class DeviceBench:
 
     def _times(
         self,
+        case: Case,
         program: Callable[..., Any],
         module: torch.nn.Module,
         inputs: tuple[torch.Tensor, ...],
@@ -94,12 +122,15 @@ class DeviceBench:
     ) -> tuple[dict[str, float], dict[str, str]]:
         """Microseconds of a call of each form, and why others have none."""
         forms: dict[str, Callable[..., Any]] = {"onchip": program, "eager": module}
-        if self._wants("inductor"):
-            torch._dynamo.reset()
-            forms["inductor"] = torch.compile(module)
+        with self._stage("peers"):
+            names = tuple(p for p in case.peers if self._wants(p))
+            made, broken = peers.compiled_forms(module, inputs, names)
+        forms |= made
         sets = replay.rotated(inputs, replay.sets_for(nbytes, replay.cache_bytes(DEVICE)))
         calls = {k: [lambda f=f, x=x: f(*x) for x in sets] for k, f in forms.items()}
-        return replay.medians(calls)
+        with self._stage("time"):
+            times, untimed = replay.medians(calls)
+        return times, {**broken, **untimed}
 
     def _wants(self, peer: str) -> bool:
         return self.with_peers and peer not in self.without
@@ -123,6 +154,7 @@ class DeviceBench:
             "floor_us": program_bound_us(graph, self.ceilings),
             "error": verified.error,
             "eager_error": verified.eager_error,
+            **grouped(case),
             "bytes": nbytes,
             "share": nbytes / own / 1e3 / self.copy_gbs if case.memory_bound else None,
             "target_us": self._target_us(case, times, nbytes),

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import torch
 
-from onchip.report.bench_replay import Call, Graphed, captured, reason
+from onchip.report.bench_replay import Call, captured, reason
 
 FLUSH = 256 << 20  # bytes that are written before each replay
 WARM = 5  # rounds that do not count
@@ -26,26 +26,33 @@ def medians(
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Microseconds of a call of each form, the median of rounds in which all forms take turns; and
     why others have none: their capture failed."""
-    graphs, failed = {}, {}
-    for name, call in forms.items():
-        try:
-            graphs[name] = captured([call], 1)
-        except Exception as error:  # a peer that can't be captured has no time
-            failed[name] = reason(error)
-            torch.cuda.synchronize()
+    graphs, failed = recorded(forms)
     return timed(graphs, rounds), failed
 
 
-def timed(graphs: Mapping[str, Graphed], rounds: int) -> dict[str, float]:
-    """The same for graphs of one call each."""
+def recorded(forms: Mapping[str, Call]) -> tuple[dict[str, Call], dict[str, str]]:
+    """What replays each form's CUDA graph of one call; and why others have none."""
+    graphs: dict[str, Call] = {}
+    failed: dict[str, str] = {}
+    for name, call in forms.items():
+        try:
+            graphs[name] = captured([call], 1).recording.replay
+        except Exception as error:  # a peer that can't be captured has no graph
+            failed[name] = reason(error)
+            torch.cuda.synchronize()
+    return graphs, failed
+
+
+def timed(calls: Mapping[str, Call], rounds: int) -> dict[str, float]:
+    """The same for what replays a graph, or launches its work without one."""
     buffer = _buffer()
-    spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in graphs}
+    spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in calls}
     for _ in range(WARM + rounds):
-        for name, graph in graphs.items():
+        for name, call in calls.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             buffer.zero_()
             start.record()
-            graph.recording.replay()
+            call()
             end.record()
             spans[name].append((start, end))
     torch.cuda.synchronize()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -15,7 +15,11 @@ class Case:
     device        "cpu" or "cuda"
     channels_last a network of images, its filters and inputs stored with the channels innermost
     memory_bound  its share of the copy ceiling is a figure: it hardly computes
-    once          measured call by call (report.bench_once), not over rotated inputs
+    protocol      how a GPU's times are taken: over "rotated" inputs (report.bench_replay), call by
+                  call ("once": report.bench_once), or as "kernelbench" (report.bench_kernelbench)
+    peers         of a program on a GPU with rotated inputs, beside eager PyTorch (planning.peers)
+    title         what it is called, where that is not MODEL
+    group         the rows that it is summarised with; "": all of the suite
     target_us, target_share, target_bare   what it must reach: microseconds at most, share of the
                   copy ceiling or of the library's rate for the bare product at least; None where
                   nothing is promised
@@ -28,7 +32,10 @@ class Case:
     device: str = "cpu"
     channels_last: bool = False
     memory_bound: bool = False
-    once: bool = False
+    protocol: Literal["rotated", "once", "kernelbench"] = "rotated"
+    peers: tuple[str, ...] = ("inductor",)
+    title: str = ""
+    group: str = ""
     target_us: float | None = None
     target_share: float | None = None
     target_bare: float | None = None
@@ -38,7 +45,7 @@ class Case:
     def name(self) -> str:
         facts = [f"batch {self.batch}"] if self.batch else []
         facts += ["channels-last"] if self.channels_last else []
-        return self.model + (f" ({', '.join(facts)})" if facts else "")
+        return (self.title or self.model) + (f" ({', '.join(facts)})" if facts else "")
 
 
 _PIPELINES = (
@@ -219,7 +226,7 @@ _SERIAL = (
 def _once(model: str, target_us: float | None = None, **more: Any) -> Case:
     """One call of a program on the tensor-core engine."""
     dtype = more.pop("dtype", BF16)
-    return Case(model, dtype=dtype, device="cuda", once=True, target_us=target_us, **more)
+    return Case(model, dtype=dtype, device="cuda", protocol="once", target_us=target_us, **more)
 
 
 _FOUR_LAYER = "layer:3x3+relu+bn+pool:{}:channels-last"
@@ -250,10 +257,24 @@ _ENGINE = (
     _once("layer:linear+gelu:4096x4096-4096", dtype=torch.float16),
     _once("layer:bmm:64x1024x1024-1024"),
 )
+# Of each peer of ResNet-50 a first call takes a minute or several: --without leaves it out.
+_RESNET50 = tuple(
+    _on_gpu(
+        "torchvision:resnet50",
+        batch=batch,
+        channels_last=True,
+        peers=("inductor", "inductor_freezing", "inductor_max_autotune"),
+        target_us=target_us,
+        short=_RESNET,
+    )
+    for batch, target_us in ((1, 300.0), (32, 950.0), (128, 3500.0))
+)
+KERNELBENCH = "kernelbench"  # a suite whose cases are a user's files (report.bench_kernelbench)
 SUITES: dict[str, tuple[Case, ...]] = {
     "pipelines": _PIPELINES,
     "networks": _NETWORKS,
     "resnet50": (Case("torchvision:resnet50"), Case("torchvision:resnet50", batch=8)),
+    "gpu-resnet50": _RESNET50,  # what `onchip bench resnet50` is where there is a GPU
     "cpu": _PIPELINES + _NETWORKS,
     # on an NVIDIA GPU: what moves memory, and what computes
     "memory": _MEMORY,

@@ -61,7 +61,7 @@ def _suite(result: Mapping[str, Any]) -> str:
         _line(["---", "---", *["---:"] * (len(head) - 2)]),
         *(_line(_cells(r, peers, extra)) for r in rows),
         "",
-        *_summary(rows),
+        *summary(rows),
         *(f"- {r['name']}: {r['notes']}" for r in rows if r["notes"]),
         *_reasons(result),
     ]
@@ -133,9 +133,18 @@ def _ratio(peer: float | None, own: float | None) -> str:
     return UNKNOWN if not peer or not own else f"{peer / own:.2f}×"
 
 
-def _summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Geometric mean against each peer, over the rows that have both."""
+def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Geometric mean against each peer, over the rows that have both; of each group of rows, where
+    there are such."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row.get("group", ""), []).append(row)
+    return [line for group, found in sorted(groups.items()) for line in _means(group, found)]
+
+
+def _means(group: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     names = dict.fromkeys(p for r in rows for p in r["peers"])
+    head = f"{group[:1].upper()}{group[1:]}: against" if group else "Against"
     lines = []
     for name in names:
         ratios = [
@@ -147,7 +156,7 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
             won = sum(x > 1 for x in ratios)
             lines.append(
-                f"Against {name}: {mean:.2f}× in the geometric mean of {len(ratios)} rows, faster "
+                f"{head} {name}: {mean:.2f}× in the geometric mean of {len(ratios)} rows, faster "
                 f"in {won}.\n"
             )
     return lines

@@ -164,6 +164,7 @@ BENCH: Schema = _object(
         "One for each case.",
         _object(
             "One case.",
+            ("group", "seconds"),
             name=_value("string", "case"),
             dtype=_value("string", "element type"),
             onchip_us=_maybe("number", "microseconds"),
@@ -175,6 +176,8 @@ BENCH: Schema = _object(
             bytes=_maybe("integer", "inputs, weights and results, each once; null on a CPU"),
             share=_maybe("number", "of the copy ceiling, for what is bound by memory"),
             target_us=_maybe("number", "microseconds that it must not exceed; null: none promised"),
+            group=_value("string", "rows that are summarised together; absent: all of the suite"),
+            seconds=_map("what the row took: stage -> wall-clock", _value("number", "seconds")),
             notes=_value("string", "what else to know"),
         ),
     ),
