@@ -64,7 +64,7 @@ CONV, ACROSS = nn.Conv2d, nn.ConvTranspose2d
 LAYERS = [
     CONV(4, 32, 3),
     CONV(4, 32, 3, padding=1, bias=False),
-    CONV(4, 32, (2, 3), stride=2, padding=(0, 1)),
+    CONV(4, 32, 3, stride=2, padding=(1, 0)),
     CONV(4, 32, 3, dilation=2, padding=2),
     CONV(4, 32, 3, padding="same", groups=2),
     CONV(4, 32, 1),
@@ -86,9 +86,8 @@ OVER = [
 
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_means_over_positions(layer):
-    layer = copy.deepcopy(layer)
-    captured = check(Fn(lambda s, x: [over(s.c(x)) for over in OVER], c=layer), torch.randn(3, 4, 21, 19) + 0.3,
-                     "mean_into_layer")  # fmt: skip
+    model = Fn(lambda s, x: [over(s.c(x)) for over in OVER], c=copy.deepcopy(layer))
+    captured = check(model, torch.randn(3, 4, 21, 19) + 0.3, "mean_into_layer")
     assert captured.ledger[0].nodes[0] == "c"
 
 

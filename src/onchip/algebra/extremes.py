@@ -42,10 +42,8 @@ def _ordered(argument: Argument) -> bool:
 
 
 def _elu(argument: Argument) -> bool:
-    return all(
-        0 < argument(i, n, 1) < math.inf
-        for i, n in ((1, "alpha"), (2, "scale"), (3, "input_scale"))
-    )
+    factors = ((1, "alpha"), (2, "scale"), (3, "input_scale"))
+    return all(0 < argument(i, name, 1) < math.inf for i, name in factors)
 
 
 def _softplus(argument: Argument) -> bool:
