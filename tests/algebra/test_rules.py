@@ -427,6 +427,7 @@ def test_folds_of_one_element_are_views():
     def folds(s, x):
         y = torch.tanh(x)
         y = torch.logsumexp(y.amax(1, keepdim=True), 1, keepdim=True).mean((1, 2), keepdim=True)
+        y = F.adaptive_avg_pool2d(F.adaptive_max_pool2d(y, 1), (1, 1))
         return y.max(1, keepdim=True).values.sum(2).prod(1) * 2
 
     x = torch.tensor([0.3, float("nan"), float("inf"), -float("inf"), -0.0]).reshape(5, 1, 1, 1)
@@ -451,6 +452,18 @@ def test_folds_of_one_element_are_views():
 def test_folds_that_stay(f):
     captured = simplify(capture(Fn(lambda s, x: f(x)), (torch.randn(3, 1, 4),)))
     assert not captured.ledger
+
+
+def test_an_adaptive_pool_of_single_elements_is_a_view_where_strides_agree():
+    model = Fn(lambda s, x: F.adaptive_avg_pool2d(torch.tanh(x), (3, 5)).flatten(1))
+    x = torch.randn(2, 4, 3, 5)
+    captured = simplify(capture(model, (x,)))
+    assert [n.op for n in captured.graph.nodes][:1] == ["tanh"]
+    assert kinds(captured) == ["single_element"]
+    same(interpret(captured, [x])[0], model(x))
+    turned = Fn(lambda s, x: torch.tanh(x.transpose(1, 3)).sum(2).view(2, 20))
+    x = torch.randn(2, 4, 1, 5)
+    same(interpret(simplify(capture(turned, (x,))), [x])[0], turned(x))
 
 
 def test_duplicates_are_computed_once_and_the_ledger_says_so():

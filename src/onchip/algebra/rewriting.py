@@ -59,7 +59,7 @@ def rewrite(captured: Captured, find: Callable[[Facts, Node], Rewrite | None]) -
     gone: set[Node] = set()
     for n in graph.nodes:
         r = None if n in gone else find(facts, n)
-        if r is not None and gone.isdisjoint(r.old):
+        if r is not None and gone.isdisjoint(r.old) and _lies_alike(r, facts):
             found[r.old[-1]] = r
             gone.update(r.old)
     if not found:
@@ -76,6 +76,19 @@ def rewrite(captured: Captured, find: Callable[[Facts, Node], Rewrite | None]) -
         prepare=captured.prepare + prepare,
         ledger=captured.ledger + tuple(e for r in found.values() for e in r.ledger),
     )
+
+
+def _lies_alike(r: Rewrite, facts: Facts) -> bool:
+    """Whether the result lies in memory as the old one, on which later views of it may rely. (What
+    the program returns, the runtime lays out as eager does.)"""
+    if r.new and r.old_result in facts.kept:
+        r.result.tag["strides"] = r.old_result.tag.get("strides")
+        return True
+    now, before = (t.tag.get("strides") for t in (r.result, r.old_result))
+    if now is None or before is None:
+        return now is before
+    sized = zip(now, before, r.result.shape, strict=True)
+    return all(a == b for a, b, n in sized if n != 1)
 
 
 # ---- making operators --------------------------------------------------------------------------

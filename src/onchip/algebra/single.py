@@ -16,22 +16,27 @@ _FOLDS = {
 
 
 def single_element(captured: Captured, _: frozenset[str]) -> Captured:
-    """Sums, means, products, extremes and logsumexp of one element become views of it. (Not a
-    softmax, which is 1 there, but for NaN and infinities.)"""
+    """Sums, means, products, extremes and logsumexp of one element become views of it, and an
+    adaptive pool to as many windows as elements. (Not a softmax, which is 1 there, but for NaN and
+    infinities.)"""
     return rewrite(captured, _match)
 
 
 def _match(facts: Facts, n: Node) -> Rewrite | None:
-    x = n.call.args[0] if n.call.target in _FOLDS and n.call.args else None
-    if not isinstance(x, Tensor) or n.opaque or n.call.kwargs or n.outputs[0] is None:
+    x = n.call.args[0] if n.call.args else None
+    if not isinstance(x, Tensor) or n.opaque or n.call.kwargs or n.outputs[:1] != n.results:
         return None
     result = n.results[0]
-    dims = normalize_dims(n.call.args[1] if len(n.call.args) > 1 else None, x.rank)
-    if len(n.results) != 1 or result.dtype is not x.dtype or not x.dtype.is_float or not dims:
+    if result.dtype is not x.dtype or not x.dtype.is_float or _must_be_new(x, result, facts):
         return None
-    if any(x.shape[d] != 1 for d in dims) or _lies_in_memory(x, result, facts):
+    dims: tuple[int, ...] = ()
+    if n.call.target in _FOLDS:
+        dims = normalize_dims(n.call.args[1] if len(n.call.args) > 1 else None, x.rank)
+        if not dims or any(x.shape[d] != 1 for d in dims):
+            return None
+    elif not (n.op.startswith("adaptive_") and result.shape == x.shape):
         return None
-    text = f"{n.name} folds axes of one element each: it is a view; no rounding changes"
+    text = f"{n.name} folds one element each: it is a view of them; no rounding changes"
     entry = LedgerEntry("single_element", text, (n.name,))
     if result.shape == x.shape:
         return Rewrite((n,), (), result, x, (entry,))
@@ -39,7 +44,7 @@ def _match(facts: Facts, n: Node) -> Rewrite | None:
     return Rewrite((n,), (new,), result, new.results[0], (entry,))
 
 
-def _lies_in_memory(x: Tensor, result: Tensor, facts: Facts) -> bool:
+def _must_be_new(x: Tensor, result: Tensor, facts: Facts) -> bool:
     """Whether the result must be memory of its own: the program returns it, and its source is
     the user's or returned too."""
     return result in facts.kept and (x in facts.kept or x not in facts.producer)
