@@ -84,11 +84,10 @@ def _lies_alike(r: Rewrite, facts: Facts) -> bool:
     if r.new and r.old_result in facts.kept:
         r.result.tag["strides"] = r.old_result.tag.get("strides")
         return True
-    now, before = (t.tag.get("strides") for t in (r.result, r.old_result))
-    if now is None or before is None:
-        return now is before
-    sized = zip(now, before, r.result.shape, strict=True)
-    return all(a == b for a, b, n in sized if n != 1)
+    places: list[Any] = [t.tag.get("strides") for t in (r.result, r.old_result)]
+    if None in places:
+        return places[0] is places[1]
+    return all(a == b for a, b, n in zip(*places, r.result.shape, strict=True) if n != 1)
 
 
 # ---- making operators --------------------------------------------------------------------------
