@@ -79,8 +79,8 @@ def test_any_convolution_and_mean_agree_with_float64(data):
         options["dilation"] = draw(st.integers(1, 2))
     options["padding"] = tuple(draw(st.integers(0, k - 1)) for k in kernel)
     layer = (nn.ConvTranspose2d if transposed else nn.Conv2d)(4, 16, kernel, **options)
-    x = torch.randn(2, 4, draw(st.integers(8, 17)), draw(st.integers(8, 17))) + 0.2
-    pool = tuple(s * draw(st.integers(1, 2)) for s in stride)
+    x = torch.randn(2, 4, draw(st.integers(12, 17)), draw(st.integers(12, 17))) + 0.2
+    pool = tuple(draw(st.integers(1, 2)) * (s if transposed else 1) for s in stride)
     over = draw(st.sampled_from([
         lambda y: y.mean((2, 3)), lambda y: y.sum(2), lambda y: y.mean(1),
         lambda y: F.avg_pool2d(y, pool), lambda y: F.max_pool2d(F.relu(y), 2) * 2,

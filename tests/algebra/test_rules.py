@@ -151,6 +151,18 @@ def test_average_pools_of_convolutions(layer, size, stride):
     assert len(captured.graph.nodes) == 1
 
 
+def test_a_convolution_of_one_tap_follows_the_pool():
+    for layer, options in (
+        (CONV(4, 9, 1), {"ceil_mode": True}),
+        (CONV(4, 6, 1, groups=2), {"padding": 1, "count_include_pad": False}),
+        (ACROSS(4, 6, 1, bias=False), {"padding": 1}),
+    ):
+        captured = check(Fn(lambda s, x, o=options: F.avg_pool2d(s.c(x), 3, **o), c=layer),
+                         torch.randn(3, 4, 12, 11), "mean_into_layer")  # fmt: skip
+        assert captured.graph.nodes[0].op == "avg_pool2d"
+        assert not captured.prepare
+
+
 @pytest.mark.parametrize(
     "f",
     [
@@ -167,10 +179,11 @@ def test_average_pools_of_convolutions(layer, size, stride):
         ),
         lambda s, x: s.c(x).amax((2, 3)),
         lambda s, x: (lambda y: (y.mean((2, 3)), F.relu(y)))(s.c(x)),
+        lambda s, x: F.avg_pool2d(F.conv2d(x, s.one, s.b), 2, padding=1),  # padded after the bias
     ],
 )
 def test_means_that_stay(f):
-    model = Fn(f, c=CONV(4, 4, 3), one=parameter(16, 4, 1, 1))
+    model = Fn(f, c=CONV(4, 4, 3), one=parameter(16, 4, 1, 1), b=parameter(16))
     captured = simplify(capture(model, (torch.randn(4, 4, 9, 9),)))
     assert "mean_into_layer" not in kinds(captured)
 

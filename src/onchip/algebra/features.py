@@ -22,12 +22,13 @@ Made = tuple[tuple[Node, ...], tuple[Prepare, ...]]  # what is computed, the las
 
 
 def replaced(
-    old: tuple[Node, ...], r: Fold | Pool, names: tuple[str, ...], made_: Made, text: str
-) -> Rewrite | None:
+    old: tuple[Node, ...], r: Fold | Pool, names: tuple[str, ...], made_: Made, text: str,
+    share: float = 1.0,
+) -> Rewrite | None:  # fmt: skip
     """The rewrite of layer and mean, if it pays; `names` are its ledger entry's."""
     new, prepare = made_
     result = new[-1].results[0]
-    if result.shape != r.node.results[0].shape or not pays(old, new):
+    if result.shape != r.node.results[0].shape or not pays(old, new, share):
         return None
     entry = LedgerEntry(INTO_LAYER, text, names)
     return Rewrite(old, new, r.node.results[0], result, (entry,), prepare)

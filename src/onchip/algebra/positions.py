@@ -16,13 +16,14 @@ import torch
 
 from onchip.algebra.features import Made, of_features, of_rows, replaced, without_dims
 from onchip.algebra.layers import Fold, Layer, Pool, convolution_args, fold_of, layer, pool_of
-from onchip.algebra.rewriting import Facts, Rewrite, Values, derived, made, rewrite
+from onchip.algebra.rewriting import Facts, Rewrite, Values, again, derived, made, rewrite
 from onchip.capture.captured import Captured, Prepare
 from onchip.errors import OpaqueOperator
 from onchip.ir.expr import Tensor
 from onchip.ir.graph import Node
 
 Rows = list[list[float]]  # a small matrix of numbers
+_MUCH_LESS = 0.75  # share of the FLOPs below which convolution and pool become one convolution
 
 
 def mean_into_layer(captured: Captured, _: frozenset[str]) -> Captured:
@@ -247,16 +248,52 @@ class _Composed:
 
 def _of_windows(facts: Facts, r: Fold | Pool) -> Rewrite | None:
     found = layer(facts.source(r.x, r.node), facts)
-    if found is None or not found.is_convolution or not isinstance(r, Pool) or r.padded:
+    if found is None or not found.is_convolution or not isinstance(r, Pool):
         return None
-    if found.padding is None or not r.whole or len(r.kernel) != len(found.kernel):
+    if found.padding is None or len(r.kernel) != len(found.kernel):
         return None
+    try:
+        return _pooled_first(found, r) or (None if r.padded else _composed(found, r))
+    except OpaqueOperator:
+        return None
+
+
+def _pooled_first(found: Layer, r: Pool) -> Rewrite | None:
+    """A convolution of one tap, of the pooled input. (Not in half types: see means.)"""
+    one = {*found.kernel, *found.stride} == {1} and not any((*(found.padding or ()), *found.extra))
+    if not one or (found.bias is not None and not r.whole):
+        return None
+    if found.out.dtype.compute is not found.out.dtype:
+        return None
+    first = again(r.node, found.x, *r.node.call.args[1:])
+    then = again(found.node, first.results[0], *found.node.call.args[1:])
+    text = f"{r.node.name} is taken of what {found.node.name} reads, not of its results"
+    return replaced((found.node, r.node), r, (r.node.name,), ((first, then), ()), text)
+
+
+def _composed(found: Layer, r: Pool) -> Rewrite | None:
+    """One convolution that is the convolution and the pool, if that is much less work: a kernel
+    may do both at once, too."""
     compose = _behind_conv if found.kind == "conv" else _behind_transposed
     parts = [compose(found, r, d) for d in range(len(r.kernel))]
     known = [p for p in parts if p is not None and all(any(row) for row in p.rows)]
-    if len(known) < len(parts):
+    if len(known) < len(parts) or not r.whole:
         return None  # (a tap of zeros would make NaN of an infinity that nobody reads now)
-    w, n = found.weight, len(known)
+    weight, step = _composed_weight(found, r, known)
+    n = len(known)
+    target, *args = convolution_args(
+        "conv", found.x, weight, found.bias, tuple(p.stride for p in known),
+        tuple(p.padding for p in known), (1,) * n, (0,) * n, found.groups,
+    )  # fmt: skip
+    new = made(found.node, found.node.name, target, *args)
+    new.results[0].tag["strides"] = r.node.results[0].tag.get("strides")
+    text = f"{found.node.name} and {r.node.name} are one convolution of a wider kernel"
+    names = (found.node.name, r.node.name)
+    return replaced((found.node, r.node), r, names, ((new,), (step,)), text, _MUCH_LESS)
+
+
+def _composed_weight(found: Layer, r: Pool, known: list[_Composed]) -> tuple[Tensor, Prepare]:
+    w = found.weight
 
     def compute(values: Values) -> torch.Tensor:
         exact = values[w].double()
@@ -268,19 +305,7 @@ def _of_windows(facts: Facts, r: Fold | Pool) -> Rewrite | None:
         return exact
 
     shape = (found.features, found.x.shape[1] // found.groups, *(len(p.rows) for p in known))
-    weight, step = derived(f"{w.name}*{r.node.name}", shape, w.dtype, (w,), compute)
-    target, *args = convolution_args(
-        "conv", found.x, weight, found.bias, tuple(p.stride for p in known),
-        tuple(p.padding for p in known), (1,) * n, (0,) * n, found.groups,
-    )  # fmt: skip
-    try:
-        new = made(found.node, found.node.name, target, *args)
-    except OpaqueOperator:
-        return None
-    new.results[0].tag["strides"] = r.node.results[0].tag.get("strides")
-    text = f"{found.node.name} and {r.node.name} are one convolution of a wider kernel"
-    names = (found.node.name, r.node.name)
-    return replaced((found.node, r.node), r, names, ((new,), (step,)), text)
+    return derived(f"{w.name}*{r.node.name}", shape, w.dtype, (w,), compute)
 
 
 def _behind_conv(found: Layer, r: Pool, d: int) -> _Composed:

@@ -201,11 +201,12 @@ def without_unread(captured: Captured) -> Captured:
 # ---- whether it pays ---------------------------------------------------------------------------
 
 
-def pays(old: Iterable[Node], new: Iterable[Node]) -> bool:
-    """Whether the new operators take fewer FLOPs, and move no more bytes, each a kernel alone."""
+def pays(old: Iterable[Node], new: Iterable[Node], share: float = 1.0) -> bool:
+    """Whether the new operators take less than this share of the FLOPs, and move no more bytes,
+    each a kernel alone."""
     before, after = list(old), list(new)
     flops = [sum(node_flops(n) or 0 for n in nodes) for nodes in (before, after)]
-    return flops[1] < flops[0] and _bytes(after) <= _bytes(before)
+    return flops[1] < share * flops[0] and _bytes(after) <= _bytes(before)
 
 
 def _bytes(nodes: Iterable[Node]) -> int:
