@@ -204,3 +204,9 @@ def test_doctor_tries_triton_and_asks_the_driver(monkeypatch, tmp_path):
 
     monkeypatch.setattr(doctor, "driver", missing)
     assert doctor._driver()[1] == "not installed"
+
+
+def test_a_kernel_of_many_operators_has_a_file(tmp_path):
+    path = cli._write_source(tmp_path, "k3_" + "tanh+" * 100, "text")
+    assert path.read_text() == "text"
+    assert path.name.startswith("k3_tanh_tanh")

@@ -26,9 +26,11 @@ from onchip.models.resolve import moved
 from onchip.planning import assess, machine
 from onchip.planning.assess import EAGER, FUSED, LIBRARY, Compiled, Measured, Outcome
 from onchip.planning.forms import form_of, graph_inputs, library_plan, measure
+from onchip.planning.generators import generator_for
 from onchip.planning.peers import quiet
 from onchip.planning.plan import Plan
 from onchip.planning.planner import Planned, Progress, plan
+from onchip.planning.relayout import with_channels_last
 from onchip.report import Report
 from onchip.report.build import Facts, build_report
 from onchip.runtime.program import Program
@@ -165,13 +167,17 @@ def _build(
     start = time.perf_counter()
     original = capture(module, args, kwargs, templates, "computed_once" in in_force(settings))
     captured = simplify(original, settings)
-    planned = plan(captured, graph_inputs(captured, args, kwargs), settings, progress)
+    inputs = graph_inputs(captured, args, kwargs)
+    if generator_for(device_of(captured, inputs), settings).pads_operands:  # the engine's copies
+        captured = with_channels_last(captured)
+    planned = plan(captured, inputs, settings, progress)
     notes = ()
     if planned.problem:
         notes = (f"{planned.problem}, so the library runs every operator: see onchip doctor",)
         warnings.warn(f"onchip: {notes[0]}", stacklevel=6)
     progress("comparing with eager", 0, 0)
     outcome = _settle(module, args, kwargs, original, captured, planned, settings)
+    notes = (*notes, *planned.notes)
     return Compiled(original, captured, planned, outcome, time.perf_counter() - start, notes)
 
 

@@ -315,10 +315,13 @@ def _progress() -> Iterator[Step]:
         yield step
 
 
+LONGEST_NAME = 80  # of a file; a number stands in front, so cut ones still differ
+
+
 def _write_source(folder: Path, name: str, source: str) -> Path:
     suffix = ".py" if "@triton.jit" in source else ".cu" if "__global__" in source else ".cpp"
     safe = "".join(c if c.isalnum() or c in "._-" else "_" for c in name)
-    path = folder / f"{safe}{suffix}"
+    path = folder / f"{safe[:LONGEST_NAME]}{suffix}"
     _write(path, source)
     return path
 

@@ -7,6 +7,7 @@ generations of GPUs. Programs that share a row take turns in random order at eve
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -118,6 +119,22 @@ def strided(n: int, m: int) -> Program:
     return program([op("softmax.int", x, -1)], strides={x: (3 * m, 2)})
 
 
+LONG_CHAIN = 60  # operators
+
+
+def chain(length: int, shape: Shape) -> Program:
+    """Pointwise operators in a row, each third one a cosine, that read one from far back, too."""
+    values = [value(shape), op("tanh", value(shape, seed=1))]
+    for step in range(length):
+        last, back = values[-1], values[max(0, len(values) - 9)]
+        values.append(
+            op("cos", last)
+            if step % 3
+            else op("mul.Tensor" if step % 2 else "sub.Tensor", last, back)
+        )
+    return program([values[-1]])
+
+
 PROGRAMS: dict[str, Callable[[], Program]] = {
     "softmax": lambda: softmax((7, 311)),
     "softmax of one row": lambda: softmax((1, 4096)),
@@ -147,8 +164,10 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "depthwise and layer norm": lambda: depthwise((1, 24, 9, 11)),
     "scaled channels": lambda: scaled((3, 5, 49), 1),
     "scaled last axis": lambda: scaled((67, 129), 1),
+    "long chain": lambda: chain(LONG_CHAIN, (5, 997)),
     "empty": lambda: fold("sum.dim_IntList", (0, 5), [0]),
 }
+
 JOINED = ("long softmax", "long layer norm", "long bfloat16 layer norm", "group norm")
 TWO_BARRIERS = "mean deviation"
 MOST = 3  # variants of each program
@@ -322,3 +341,18 @@ def test_compiled_without_spills(gpu, monkeypatch, tmp_path: Path) -> None:
         assert isinstance(built, Built), f"{name}: {built}"
         assert built.over_budget(GPUS[gpu]) is None
         assert all(r.spills == 0 for r in built.resources), f"{name}: {built.resources}"
+
+
+def test_a_thread_of_a_long_chain_has_few_elements() -> None:
+    """Its text grows with both: 32 elements of 60 operators would take the compiler minutes."""
+    staged, strides = staged_of(chain(LONG_CHAIN, (1 << 14, 997)))
+    short, its_strides = staged_of(chain(3, (1 << 14, 997)))
+    each = {}
+    for name, s, at in (("long", staged, strides), ("short", short, its_strides)):
+        found = variants(s, at, H200)
+        assert not isinstance(found, Refusal)
+        each[name] = [
+            v.options.lanes * math.prod(v.nest.tile) / (32 * v.options.warps) for v in found
+        ]
+    assert max(each["long"]) <= 4
+    assert max(each["short"]) >= 16

@@ -418,6 +418,51 @@ def element_by_element_single():
     return S(own, nn.ReLU()), image(2, 32, 9, 9, dtype=FP32)
 
 
+@case(Config((8, 9, 1), 1, teams=2, x_stages=2))
+def channels_first():
+    own = Fn(lambda s, x: F.relu(s.m(x)).contiguous(), m=conv(64, 33, 3, padding=1))
+    return own, image(2, 64, 9, 10)
+
+
+@case(Config((16, 3, 1), 0, teams=2, x_stages=2, w_stages=3))
+def channels_first_single():
+    own = conv(32, 33, 3, padding=1, dtype=FP32)
+    return Fn(lambda s, x, y: F.relu(s.m(x) + y).contiguous(), m=own), *(
+        image(2, n, 9, 14, dtype=FP32) for n in (32, 33)
+    )
+
+
+@case(
+    Config((64, 1, 1), 0, x_stages=2, w_stages=3),
+    Config((40, 2, 1), 0, blocks=2, x_stages=2, w_stages=3),
+    exact=False,
+)
+def channels_first_long():
+    own = Fn(lambda s, x: F.gelu(s.m(x)).contiguous(), m=conv(32, 70, 3, padding=1))
+    return own, image(2, 32, 5, 75)
+
+
+@case(Config((16, 6, 1), 0, teams=2, x_stages=3, w_stages=3))
+def channels_first_pool():
+    own = S(conv(64, 48, 3, padding=1, dtype=FP32), nn.ReLU(), nn.MaxPool2d(2))
+    return Fn(lambda s, x: s.m(x).contiguous(), m=own), image(2, 64, 14, 23, dtype=FP32)
+
+
+@case(Config((8, 9, 1), 1, x_stages=3, w_stages=4))
+def channels_first_beside_a_pool():
+    def f(s, x):
+        y = F.relu(s.c(x))
+        return y.contiguous(), F.max_pool2d(y, 3, 2, 1)
+
+    return Fn(f, c=conv(64, 64, 3, padding=1)), image(2, 64, 13, 18)
+
+
+@case(Config((32, 2, 1), 0, teams=2, x_stages=6))
+def channels_first_few():
+    own = S(conv(3, 40, 3, padding=1, dtype=FP32), nn.ReLU())
+    return Fn(lambda s, x: s.m(x).contiguous(), m=own), image(2, 3, 13, 33, dtype=FP32)
+
+
 @case(exact=False)
 def gelu_linear():
     own = linear(256, 192)

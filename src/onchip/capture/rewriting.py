@@ -12,11 +12,20 @@ from onchip.ir.graph import Graph, LibraryCall, Mutation, Node, defined_by
 Mapping = dict[Tensor, Tensor]
 
 
-def substitute(graph: Graph, nodes: Iterable[Node], mapping: Mapping) -> Graph:
-    """The graph with `nodes`, every use of a key of `mapping` turned into its value. Nodes that
-    do not depend on a key stay the same objects."""
-    mapping = dict(mapping)
-    new = [_node(n, mapping) for n in nodes]
+def substitute(
+    graph: Graph,
+    nodes: Iterable[Node],
+    mapping: Mapping,
+    own: dict[Node, Mapping] | None = None,
+) -> Graph:
+    """The graph with `nodes`, every use of a key of `mapping` turned into its value; `own`: what a
+    node of its own reads otherwise. Nodes that do not depend on a key stay the same objects."""
+    mapping, new = dict(mapping), []
+    for n in nodes:
+        mine = (own or {}).get(n, {})
+        local = {**mapping, **mine}
+        new.append(_node(n, local))
+        mapping |= {t: x for t, x in local.items() if t not in mine}
     outputs = tuple(_replace(o, mapping) for o in graph.outputs)
     mutations = tuple(Mutation(m.target, _replace(m.value, mapping)) for m in graph.mutations)
     return graph.with_nodes(new, outputs=outputs, mutations=mutations)

@@ -50,6 +50,10 @@ class Rule(Enum):
     FUEL = (Family.UNPROFITABLE, "the fuel setting stopped fusion before this one")
     SWITCHED_OFF = (Family.UNPROFITABLE, "fusion is switched off here by the settings")
     WRONG = (Family.FAILED, "the candidate's result differs from the reference")
+    CRASHES = (
+        Family.FAILED,
+        "the candidate broke the process that ran it for the first time",
+    )
     COMPILER = (Family.FAILED, "the compiler refused the generated source")
     SPILLS = (Family.OVER_BUDGET, "the kernel needs more registers than a program can have")
     SHARED_MEMORY = (Family.OVER_BUDGET, "the kernel needs more shared memory than there is")

@@ -23,9 +23,11 @@ from onchip.planning.cut import (
     may_gain,
 )
 from onchip.planning.generators import Built, Failure, Generator
+from onchip.planning.isolation import Isolation
 from onchip.planning.library import Step as LibraryForm
 from onchip.planning.library import aten_steps, onednn_steps, run_of
 from onchip.planning.plan import Kernel, KernelStep, Step
+from onchip.planning.relayout import relayout_cut
 from onchip.planning.timing import Clock, clock_for, fastest
 from onchip.planning.tuner import (
     Verdict,
@@ -99,6 +101,7 @@ class Decider:
     built: int = 0
     reused: int = 0
     start: float = field(default_factory=time.perf_counter)
+    isolation: Isolation | None = None
     _values: Values | None = None
 
     def __post_init__(self) -> None:
@@ -109,6 +112,8 @@ class Decider:
         self.context = Context(p.strides, p.constants, available)
         self.weights = frozenset(graph.constants)
         self.most = most_sources(self.settings, self.generator)
+        if self.device.type == "cuda":
+            self.isolation = Isolation(self.device.index or 0)
 
     @property
     def clock(self) -> Clock | None:
@@ -199,6 +204,8 @@ class Decider:
         unknown = [k for k in kinds if k not in known]
         places = [(k, i) for k, u in kinds.items() for i in u.candidates]
         self.progress("building kernels", 0, len(places))
+        if self.isolation is not None and any(k in unknown for k, _ in places):
+            self.isolation.prepare()
         made = self.generator.build_all([kinds[k].candidates[i] for k, i in places])
         built = dict(zip(places, made, strict=True))
         new = {}
@@ -235,7 +242,15 @@ class Decider:
         }
         constants, values = self.partitioner.constants, self.values
         found = tune(
-            u.region, u.candidates, kernels, forms[u], constants, values, seconds, self.clock
+            u.region,
+            u.candidates,
+            kernels,
+            forms[u],
+            constants,
+            values,
+            seconds,
+            self.clock,
+            self.isolation,
         )
         return replace(found, refused=(*found.refused, *u.refused))
 
@@ -275,6 +290,10 @@ class Decider:
         for k, c in {c.unit.key: c for c in reversed(found)}.items():
             late = time.perf_counter() - self.start > self.settings.budget_s * CUT_SHARE
             if k in known or c.verdict is None or late:
+                continue
+            behind = relayout_cut(c.unit.region.nodes)
+            if behind is not None:  # what it is there for
+                out.append((c, behind))
                 continue
             operators = len(c.unit.region.nodes)
             floor = self.generator.floor_us(c.unit.region)

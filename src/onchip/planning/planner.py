@@ -29,7 +29,8 @@ from onchip.settings import Settings
 @dataclass(frozen=True, eq=False, slots=True)
 class Planned:
     """A plan and its books. generator: its name; timed: whether its kernels' times say
-    anything; problem: why it could build nothing ("" if it could)."""
+    anything; problem: why it could build nothing ("" if it could); notes: what a user should know
+    of how it was made."""
 
     plan: Plan
     steps_of: tuple[tuple[Step, Unit, Verdict | None, Built | None], ...]
@@ -41,6 +42,7 @@ class Planned:
     generator: str = "cpp"
     timed: bool = True
     problem: str = ""
+    notes: tuple[str, ...] = ()
 
 
 def plan(
@@ -76,6 +78,7 @@ def plan(
         generator.name,
         generator.timed,
         generator.problem,
+        tuple(decider.isolation.notes) if decider.isolation is not None else (),
     )
 
 

@@ -20,6 +20,7 @@ from onchip.fusion.refusal import Refusal, Rule
 from onchip.fusion.region import Region
 from onchip.ir.expr import Tensor
 from onchip.planning.candidates import Candidate, runner
+from onchip.planning.isolation import Isolation, Spec
 from onchip.planning.library import Step, aten_steps, planted, run_of
 from onchip.planning.plan import CallStep, Kernel
 from onchip.planning.precision import TF32_TOLERANCE
@@ -78,17 +79,19 @@ def tune(
     values: Values,
     budget_s: float,
     clock: Clock | None = HOST,
+    isolation: Isolation | None = None,
 ) -> Verdict:
     """Check and time the ways of running one region: its candidates (numbered, with their built
     kernels), its operators as ATen calls, and oneDNN's calls (`onednn`; empty: none). Without a
-    clock nothing is timed, and the first candidate that is correct is chosen."""
+    clock nothing is timed, and the first candidate that is correct is chosen. `isolation`: where
+    kernels run for the first time, if not here."""
     refused: list[tuple[str, str]] = []
     if clock is None:
-        right = next(_checked(candidates, kernels, values, refused), None)
+        right = next(_checked(candidates, kernels, values, refused, isolation), None)
         if right is None:
             return Verdict("library", refused=tuple(refused))
         return Verdict("kernel", right[0], refused=tuple(refused))
-    mine = dict(_checked(candidates, kernels, values, refused))
+    mine = dict(_checked(candidates, kernels, values, refused, isolation))
     runs: dict[str, Callable[[], object]] = {"library": run_of(aten_steps(region.nodes), values)}
     if onednn:
         problem = check_steps(onednn, region, constants, values)
@@ -135,6 +138,7 @@ def _checked(
     kernels: Mapping[int, Kernel | CompilerError | Refusal],
     values: Values,
     refused: list[tuple[str, str]],
+    isolation: Isolation | None,
 ) -> Iterator[tuple[int, Callable[[], object]]]:
     """The candidates that write eager's values, ready to run; why not, for the others."""
     derived: dict[tuple[str, ...], list[torch.Tensor]] = {}
@@ -149,12 +153,40 @@ def _checked(
         key = tuple(d.name for d in c.derived)
         if key not in derived:
             derived[key] = [d.compute([values[s] for s in d.sources]) for d in c.derived]
+        built = getattr(k, "built", None)  # a GPU's kernels have one
+        if isolation is not None and built is not None:
+            crash = isolation.first_run(c.region.name, built, memory_of(c, values, derived[key]))
+            if crash is not None:
+                refused.append((c.choice, str(crash)))
+                continue
         trial = Trial.of(c, k, values, derived[key])
         problem = check(trial, values)
         if problem:
             refused.append((c.choice, str(Refusal(Rule.WRONG, c.region.name, problem))))
         else:
             yield i, trial.run
+
+
+def memory_of(c: Candidate, values: Values, derived: Sequence[torch.Tensor]) -> list[Spec]:
+    """What each of the candidate's pointers points to."""
+    given = [*(values[t] for t in c.inputs), *derived]
+    results = [values[t] for t in c.outputs]
+    return [
+        *((_label(x), _nbytes(x), "values") for x in given),
+        *((_label(x), _nbytes(x), "poison") for x in results),
+        *(("uint8", w.nbytes, "zeros" if w.zeroed else "poison") for w in c.workspace),
+    ]
+
+
+def _label(x: torch.Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def _nbytes(x: torch.Tensor) -> int:
+    """From a tensor's first element to behind its last one."""
+    if not x.numel():
+        return 0
+    return x.itemsize * (1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)))
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from onchip.fusion.signature import signature
 from onchip.planning.candidates import Candidate, Context
 from onchip.planning.generators import Generator, generator_for_gpu
 from onchip.planning.planner import copying_views
+from onchip.planning.relayout import relayout_cut, with_channels_last
 from onchip.report.build import built_figures, kernel_row, launched
 
 Progress = Callable[[str, int, int], None]
@@ -67,17 +68,19 @@ def preview(
     next one, where that can't be compiled or is over budget). Times are the roofline's, launches
     priced as nodes of a CUDA graph. CompilerError if Triton is not installed."""
     triton_version()
+    generator = generator_for_gpu(gpu)
+    if generator.pads_operands:
+        captured = with_channels_last(captured)
     layouts = choose_layouts(captured.graph, lambda n: is_view(n.call.target))
     graph = copying_views(captured.graph, layouts)
     constants = frozenset(constant_tensors(graph)) | frozenset(graph.constants)
     results = (t for n in graph.nodes for t in n.results)
     context = Context(layouts, constants, frozenset({*graph.inputs, *graph.constants, *results}))
-    generator = generator_for_gpu(gpu)
     progress("partitioning", 0, 0)
     partitioner = Partitioner(
         graph, layouts, constants, generator.root_of, pads_operands=generator.pads_operands
     )
-    groups = partitioner.run().groups
+    groups = _apart(partitioner.run().groups, partitioner)
     regions = [partitioner.region(g.nodes) for g in groups]
     keys = [signature(r, layouts, constants) for r in regions]
     kinds = _kinds(groups, regions, keys, generator, context)
@@ -89,6 +92,18 @@ def preview(
         kind = None if group.opaque else kinds.get(key)
         refused = [("", str(partitioner.own_refusal(group.nodes[0])))] if group.opaque else []
         out += _shown(region, kind, refused, ledger, ceilings)
+    return tuple(out)
+
+
+def _apart(groups: Sequence[Group], partitioner: Partitioner) -> tuple[Group, ...]:
+    """The groups, copies to channels-last by themselves: here nothing is measured."""
+    out: list[Group] = []
+    for g in groups:
+        nodes = partitioner.region(g.nodes).nodes
+        cut = None if g.opaque else relayout_cut(nodes)
+        first = [nodes[i] for i in cut.first] if cut is not None else []
+        rest = [n for n in nodes if n not in first]
+        out += [Group(first, False), Group(rest, False)] if first else [g]
     return tuple(out)
 
 

@@ -335,8 +335,20 @@ class _Form:
         def tile(r: Result) -> bool:
             return (r.pooled or not early) and self._is_tile(r.tensor, r.index, r.pooled, p)
 
-        results = tuple(replace(r, tile=tile(r)) for r in p.results)
+        results = tuple(
+            replace(r, tile=True) if tile(r) else replace(r, tile=False, side=self._side(r, p))
+            for r in p.results
+        )
         return replace(p, results=results, reads=self._reads(p))
+
+    def _side(self, r: Result, p: Problem) -> int:
+        """Result.side."""
+        axes = p.cell_axes if r.pooled and p.pools else p.position_axes
+        where = address(r.index, self.strides[r.tensor])
+        steps = dict(where.terms)
+        if p.classes > 1 or not axes or steps.pop(axes[0], 0) != 1:
+            return 0
+        return 2 if all(n % 2 == 0 for n in (*steps.values(), where.constant)) else 1
 
     def _is_tile(self, t: Tensor, index: Sequence[Expr], pooled: bool, p: Problem) -> bool:
         """Whether elements lie as the tile's do: features side by side, all else at distances that

@@ -16,6 +16,8 @@ BLOCK = 64  # features of one instruction
 STEP_BYTES = 32  # of channels that one instruction multiplies
 LINE_BYTES = 128  # of a row of a tile of results
 BUNDLE = 512  # bytes of sums, 16 of each thread of a warp
+ROW_COLUMNS = 32  # of results that lie side by side, which leave a warp at once, 16 rows of them
+ROW_BYTES = 4 * 16 * (ROW_COLUMNS + 8) * 4  # of a warpgroup; rows apart so that no banks meet
 ALIGNED = 1024  # bytes, where a permuted tile may start
 MOST_BOX = 256  # elements of one copy along a dimension
 
@@ -326,21 +328,21 @@ class Geometry:
         """The one result takes the place of the first read; totals read it after that."""
         sizes = [r.tensor.dtype.size for r in self.problem.results if r.tile]
         first = [r.tensor.dtype.size for r in self.tile_reads[:1] if not self.problem.totals]
-        return len(self.problem.results) == 1 and sizes == first
+        return len(self.problem.results) == 1 and sizes == first != []
 
     @cached_property
     def tile_bytes(self) -> int:
         """Of a warpgroup's results on their way out, all blocks of features."""
+        c = self.config
         sizes = [
-            self.result_bytes(
-                prod(self.cells if r.pooled else self.config.patch), r.tensor.dtype.size
-            )
+            self.result_bytes(prod(self.cells if r.pooled else c.patch), r.tensor.dtype.size)
             for r in self.problem.results
             if r.tile and not (r.pooled and self.staged) and not self.in_place
         ]
         if self.staged:
-            sizes.append(self.result_bytes(prod(self.config.patch), 4 if self.wide else 2))
-        return self.config.blocks * max(sizes, default=0)
+            sizes.append(self.result_bytes(prod(c.patch), 4 if self.wide else 2))
+        rows = ROW_BYTES * any(r.side > 0 for r in self.problem.results)
+        return max(c.blocks * max(sizes, default=0), rows)
 
     @cached_property
     def read_bytes(self) -> int:
@@ -355,8 +357,8 @@ class Geometry:
 
     @property
     def turns(self) -> bool:
-        """Teams wait for each other: the slots of a ring go from team to team, and a barrier, which
-        tells two rounds apart, can't tell a team that the round before the last has been."""
+        """Teams wait for each other: a ring's slots go from team to team, and a barrier can't tell
+        a team that the round before the last has been."""
         c = self.config
         chunks = c.teams * self.chunks * len(self.phases)
         own = c.x_stages % chunks == 0 == c.w_stages % (c.teams * self.steps)
@@ -364,27 +366,21 @@ class Geometry:
 
     @property
     def barriers(self) -> int:
-        """Of 8 bytes each: full and empty for every slot, a turn for each team; two where programs
-        add up; where operands are split, one for each chunk and each warpgroup's turn in its
-        team."""
+        """Of 8 bytes each: two a slot, a turn for each team; two where programs add up; where
+        operands are split, one for each chunk and each warpgroup's turn."""
         c = self.config
-        split = c.x_stages + self.warpgroups if self.problem.splits else 0
         rings = 2 * (c.x_stages + self.w_tiles + self.r_stages)
+        split = c.x_stages + self.warpgroups if self.problem.splits else 0
         return rings + c.teams + 2 * (c.k_split > 1) + split
 
     @property
     def shared_bytes(self) -> int:
         """What a program asks for, with what alignment may cost."""
         c = self.config
-        return (
-            ALIGNED
-            + self.w_tiles * self.w_bytes
-            + c.x_stages * self.x_slot
-            + c.teams * c.split * self.tile_bytes
-            + self.r_stages * c.split * self.read_bytes
-            + self.exchange_bytes
-            + 8 * self.barriers
-        )
+        own = ALIGNED + self.exchange_bytes + 8 * self.barriers
+        operands = self.w_tiles * self.w_bytes + c.x_stages * self.x_slot
+        reads = self.r_stages * c.split * self.read_bytes
+        return own + operands + c.teams * c.split * self.tile_bytes + reads
 
     @property
     def sums_bytes(self) -> int:
@@ -393,7 +389,7 @@ class Geometry:
 
     @property
     def exchange_bytes(self) -> int:
-        """Where programs share a tile: of the sums that each of them sends a program, its share of
-        a tile's in bundles of a warp, and of all shares when they have been added up."""
+        """Where programs share a tile: of the sums that each sends a program, its share of a tile's
+        in bundles of a warp, and of all shares when they have been added up."""
         parts, bundles = self.config.k_split, self.sums_bytes // BUNDLE
         return BUNDLE * (parts * ceil(bundles / parts) + bundles) if parts > 1 else 0

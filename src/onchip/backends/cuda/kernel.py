@@ -8,7 +8,7 @@ from math import ceil, prod
 from onchip.backends.cuda import packed_sizes, totals
 from onchip.backends.cuda.classes import class_shifts, tap_tables
 from onchip.backends.cuda.epilogue import epilogue_text
-from onchip.backends.cuda.geometry import BLOCK, GROUP, Geometry
+from onchip.backends.cuda.geometry import BLOCK, GROUP, ROW_COLUMNS, Geometry
 from onchip.backends.cuda.limits import refusal
 from onchip.backends.cuda.maps import Maps
 from onchip.backends.cuda.packed import PackedGeometry, geometry
@@ -192,7 +192,7 @@ class _Emitter:
             "EXCHANGE_BYTES": g.exchange_bytes, "AT_ONCE": int(at_once(g)),
             "X_SHARED": c.x_shared, "W_SHARED": c.w_shared, "TURNS": int(g.turns),
             "TILE_BYTES": g.tile_bytes, "READ_BYTES": g.read_bytes, "R_STAGES": g.r_stages,
-            "IN_PLACE": int(g.in_place),
+            "IN_PLACE": int(g.in_place), "ROW_COLUMNS": ROW_COLUMNS,
             "TILE_RANK": 1 + len(p.lines) + (p.matrices > 1),
             "READS": len(reads), "READ_TX": read,
             "RESULTS": len(p.results), "STAGED": int(g.staged), "WIDE": int(g.wide),
@@ -220,6 +220,7 @@ class _Emitter:
             "RESULT_SIZE": [r.tensor.dtype.size for r in p.results] or [0],
             "RESULT_POOLED": [int(r.pooled and p.pools) for r in p.results] or [0],
             "RESULT_TILE": [int(r.tile) for r in p.results] or [0],
+            "RESULT_SIDE": [r.side for r in p.results] or [0],
             "READ_SIZE": reads or [0],
             "READ_AT": starts or [0],
             "READ_BLOCK": blocks or [0],
@@ -265,7 +266,10 @@ class _Emitter:
             half = "b" if r.tensor.dtype is DType.BF16 else "h"
             if r.tensor.dtype is DType.F32:
                 store = f"*({where}) = v;"
-                several = "float4 w = make_float4(v[0], v[1], v[2], v[3]); *(float4*)to = w;"
+                several = (
+                    "if constexpr (N == 2) *(float2*)to = make_float2(v[0], v[1]); "
+                    "else *(float4*)to = make_float4(v[0], v[1], v[2], v[3]);"
+                )
             else:
                 pack = "pack_bf16" if half == "b" else "pack_fp16"
                 store = f"*({where}) = (u16){pack}(v, 0.f);"
@@ -273,7 +277,8 @@ class _Emitter:
                     f'u32 w[N / 2]; _Pragma("unroll") for (int i = 0; i < N / 2; i++) '
                     f"w[i] = {pack}(v[2 * i], v[2 * i + 1]); "
                     "if constexpr (N == 8) *(uint4*)to = make_uint4(w[0], w[1], w[2], w[3]); "
-                    "else *(uint2*)to = make_uint2(w[0], w[1]);"
+                    "else if constexpr (N == 4) *(uint2*)to = make_uint2(w[0], w[1]); "
+                    "else *(u32*)to = w[0];"
                 )
             puts.append(f"    if constexpr (R == {n}) {store}")
             all_puts.append(f"    if constexpr (R == {n}) {{ auto* to = {where}; {several} }}")

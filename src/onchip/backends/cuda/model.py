@@ -26,7 +26,7 @@ from onchip.backends.cuda.choices import choices, clusters_of
 from onchip.backends.cuda.geometry import BLOCK, Geometry
 from onchip.backends.cuda.limits import refusal
 from onchip.backends.cuda.parts import at_once, part_inputs, part_steps
-from onchip.backends.cuda.problem import Config, Problem
+from onchip.backends.cuda.problem import Config, Problem, Result
 from onchip.fusion.machine import Gpu
 from onchip.fusion.refusal import Refusal, Rule
 
@@ -49,6 +49,8 @@ LEAST_ROW = 64  # bytes that a shorter row of a box costs
 ALONE = 1.15  # products of one warpgroup take longer if no other fills the gaps between its steps
 EPILOGUE = 1200.0  # clocks of an epilogue's barriers and copies
 PER_SUM = 8  # instructions of an epilogue for each sum of a thread
+ROW_STORES = 2  # times as many where a result leaves by rows of positions
+SECTOR = 32  # bytes of memory that are written as one
 PER_CELL = 12  # the same for each load of a window that is folded from shared memory
 SHARING = 1400.0  # clocks of two exchanges between programs, the first wait for the last one
 INTO = 32.0  # bytes a clock that come to a program's shared memory from others
@@ -153,7 +155,8 @@ class Estimate:
         weights = part_steps(g) * g.w_bytes * (c.w_stages > 0)
         hot = HOT if g.steps * g.feature_tiles * p.batch * g.w_bytes <= HOT_BYTES else 1.0
         stored = sum(
-            prod(g.cells if r.pooled else c.patch) * r.tensor.dtype.size for r in p.results
+            prod(g.cells if r.pooled else c.patch) * r.tensor.dtype.size * self.spread(r)
+            for r in p.results
         ) + sum(prod(g.cells) * r.tensor.dtype.size for r in p.reads if r.kind == "tile")
         share = min(p.features / (g.feature_tiles * g.tile_features), 1.0)
         moved = stored * g.tile_features * share / c.k_split
@@ -170,7 +173,8 @@ class Estimate:
     def epilogue(self) -> float:
         """Clocks of a tile's epilogue."""
         g, p, c = self.geometry, self.problem, self.config
-        clocks = EPILOGUE + PER_SUM * g.accumulators * c.split * (len(p.results) + len(p.totals))
+        stores = sum(ROW_STORES if r.side else 1 for r in p.results) + len(p.totals)
+        clocks = EPILOGUE + PER_SUM * g.accumulators * c.split * stores
         if g.staged:
             loads = prod(g.cells) * prod(x.window for x in p.lines) * g.tile_features / 8
             clocks += PER_CELL * loads / 128 * (2 if g.wide else 1)
@@ -194,10 +198,17 @@ class Estimate:
         p = self.problem
         size = p.channels * prod(x.size for x in p.lines) * p.matrices * p.size
         size += p.channels * p.taps * p.features * p.batch * p.size
-        size += sum(
-            prod(r.tensor.shape) * r.tensor.dtype.size for r in (*p.results, *p.finals, *p.reads)
-        )
+        size += sum(prod(r.tensor.shape) * r.tensor.dtype.size for r in (*p.finals, *p.reads))
+        size += sum(prod(r.tensor.shape) * r.tensor.dtype.size * self.spread(r) for r in p.results)
         return size / MEMORY
+
+    def spread(self, r: Result) -> float:
+        """Bytes of sectors that a result's rows touch, over its own: rows of positions begin and
+        end within a sector that others write, too."""
+        if not r.side:
+            return 1.0
+        cells = self.geometry.cells if r.pooled else self.config.patch
+        return 1 + SECTOR / (cells[0] * r.tensor.dtype.size)
 
     @cached_property
     def microseconds(self) -> float:

@@ -75,13 +75,16 @@ class Read:
 class Result:
     """A tensor that is stored: its element at (batch, cell or position, feature) is `value`, in
     ACC and the reads of the epilogue. pooled: ACC is a cell, and the index is over cells.
-    tile: features lie innermost, so that the copy engine can store it."""
+    tile: features lie innermost, so that the copy engine can store it. side: of another one, how
+    many neighbours along the first line, the first one even, lie side by side so that one store
+    takes them: 2, or 1; 0: neighbours lie apart."""
 
     tensor: Tensor
     index: tuple[Expr, ...]
     value: Expr
     pooled: bool
     tile: bool
+    side: int = 0
 
 
 @dataclass(frozen=True, eq=False, slots=True)

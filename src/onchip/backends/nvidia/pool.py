@@ -40,6 +40,10 @@ class Compiler:
     environment: Callable[[str], Mapping[str, str]] = lambda folder: {}
 
 
+class NotStarted(CompilerError):
+    """A process never came to its first job, so that nothing is known of the job."""
+
+
 class Worker:
     """One process of a compiler."""
 
@@ -66,9 +70,14 @@ class Worker:
         """The answer; CompilerError if there is none after `limit_s` of processor time (or WAITS
         times as long), or the process dies."""
         if not self.ready:
-            self._answer(_STARTING_S, "starting")
+            try:
+                self._answer(_STARTING_S, "starting")
+            except CompilerError as error:
+                raise NotStarted(str(error)) from error
             self.ready = True
-        what = f"compiling {job['name']} of {job['source']} for sm_{job['capability']}"
+        what = job.get("what") or (
+            f"compiling {job['name']} of {job['source']} for sm_{job['capability']}"
+        )
         self.log.seek(0)  # the process writes at this position too
         self.log.truncate()
         assert self.process.stdin is not None
@@ -143,24 +152,43 @@ def run_all(
     most; limit_s: seconds of processor time for one job."""
 
     def run(job: Job) -> Job | CompilerError:
-        worker = _borrow(compiler)
         try:
-            answer: Job | CompilerError = worker.ask(job, limit_s)
-            _give_back(worker)
+            return ask(compiler, job, limit_s)
         except CompilerError as error:
-            worker.end()
-            answer = error
-        except BaseException:
-            worker.end()
-            raise
-        return answer
+            return error
 
     with ThreadPoolExecutor(max(1, min(workers, len(jobs)))) as threads:
         answers = list(threads.map(run, jobs))
+    _end_later()
+    return answers
+
+
+def ask(compiler: Compiler, job: Job, limit_s: float) -> Job:
+    """The compiler's answer to one job; CompilerError, and its process has ended, if there is none.
+    A process that answers that it is `spent` is ended, too."""
+    worker = _borrow(compiler)
+    try:
+        answer = worker.ask(job, limit_s)
+    except BaseException:
+        worker.end()
+        raise
+    if answer.get("spent"):
+        worker.end()
+    else:
+        _give_back(worker)
+    return answer
+
+
+def prepare(compiler: Compiler) -> None:
+    """Start a process for the next job, if none waits, and don't wait for it."""
+    _give_back(_borrow(compiler))
+    _end_later()
+
+
+def _end_later() -> None:
     timer = threading.Timer(IDLE_S + 1, end_idle, [IDLE_S])
     timer.daemon = True
     timer.start()
-    return answers
 
 
 def _borrow(compiler: Compiler) -> Worker:

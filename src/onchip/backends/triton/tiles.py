@@ -25,7 +25,7 @@ from onchip.fusion.machine import Gpu
 from onchip.fusion.nest import Nest, build_nest
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.fusion.residues import by_residue
-from onchip.fusion.staging import Staged
+from onchip.fusion.staging import Staged, operations
 from onchip.fusion.tiling import axes_missing_in_outputs, coalesce, in_layout_order, of_first_root
 from onchip.ir.expr import Axis, Tensor, loads, reduces
 from onchip.ir.index import linear, stride_along
@@ -40,6 +40,8 @@ ROW_BLOCKS = ((4096, 8), (4096, 4), (4096, 16), (8192, 8), (2048, 8))
 # The same of folds whose rows nobody keeps: 32 elements a thread read a tenth faster than 16.
 FOLD_BLOCKS = ((4096, 4), (4096, 8), (2048, 4), (8192, 8), (4096, 16))
 MOST_WARPS = 16
+# Operations in the text of a thread, all its elements' together (staging.operations).
+MOST_OPERATIONS = 1024
 LEAST_PER_THREAD = 8
 # Elements of a program at least, even where that leaves multiprocessors idle.
 FEW = 512
@@ -54,8 +56,8 @@ MOST_EMPTY = 1.15
 # A row is held in registers whole up to this many elements, 64 a thread of 16 warps; packed, twice
 # as many by twice the warps.
 LONGEST_ROW = 1 << 15
-# Side of a tile that transposes.
-SQUARE = 64
+# Side of a tile that transposes; of its long one, where an axis is shorter.
+SQUARE, LONGEST_SIDE = 64, 1024
 
 
 def variants(
@@ -238,6 +240,8 @@ def _blocks(
     total = prod(extents)
     shapes = WINDOW_BLOCKS if windows else POINTWISE_BLOCKS
     shapes = [s for s in shapes if total >= s[0] * 2 * gpu.multiprocessors] or [shapes[-1]]
+    each = _per_thread(staged)
+    shapes = list(dict.fromkeys((min(b, 32 * w * each), w) for b, w in shapes))
     out: list[Variant] = []
     for block, warps in shapes:
         width = _width(extents, block)
@@ -248,6 +252,14 @@ def _blocks(
         lanes = min(block // width, power_of_two(nest.tiles))
         out.append(Variant(nest, replace(base, lanes=max(lanes, 1), warps=warps)))
     return out
+
+
+def _per_thread(staged: tuple[Staged, ...]) -> int:
+    """Elements that a thread computes at most: a power of two. Its text holds the operations of
+    each, so many of both take the compiler minutes, the instruction cache, and the registers (62
+    operators, half of them tanh and cosine: 1,700 instructions for one element, 12,900 for 8)."""
+    most = MOST_OPERATIONS / max(sum(operations(s.body) for s in staged), 1.0)
+    return 1 << max(int(most).bit_length() - 1, 0)
 
 
 def _width(extents: list[int], block: int) -> int:
@@ -280,8 +292,11 @@ def _square(
     out = []
     last = next(a for a in reversed(root.loops) if a.extent > 1)
     for side, warps in ((SQUARE, 8), (SQUARE, 4), (SQUARE // 2, 4), (2 * SQUARE, 8)):
-        cut = (crossed, last)
-        tile = tuple(min(side, power_of_two(a.extent)) if a in cut else 1 for a in root.loops)
+        short, long = sorted((crossed, last), key=lambda a: a.extent)
+        few = min(side, power_of_two(short.extent))
+        most = max(side * side // few, side)  # as many elements, where a few channels are one side
+        sides = {short: few, long: min(most, power_of_two(long.extent), LONGEST_SIDE)}
+        tile = tuple(sides.get(a, 1) for a in root.loops)
         nest = build_nest(staged, root, tile)
         if isinstance(nest, Refusal):
             return nest

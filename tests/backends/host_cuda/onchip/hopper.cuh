@@ -29,9 +29,11 @@ typedef unsigned long long u64;
 typedef unsigned short u16;
 struct uint2 { u32 x, y; };
 struct uint4 { u32 x, y, z, w; };
+struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 DEVICE uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 DEVICE uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+DEVICE float2 make_float2(float x, float y) { return {x, y}; }
 DEVICE float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 DEVICE void mark(int, int) {}
 using std::max;
@@ -386,6 +388,10 @@ DEVICE void load_matrices(u32 at, u32& a, u32& b, u32& c, u32& d) {
 }
 DEVICE void load_matrices(u32 at, u32& a, u32& b) { a = taken_matrix(at, 0), b = taken_matrix(at, 1); }
 DEVICE void store_word(u32 at, u32 v) { shared<u32>(at) = v; }
+DEVICE void store_words(u32 at, u32 a, u32 b) {
+    store_word(at, a);
+    store_word(at + 4, b);
+}
 DEVICE u32 load_word(u32 at) { return shared<u32>(at); }
 DEVICE void store_half(u32 at, u32 v) { shared<u16>(at) = v; }
 DEVICE void store_part(u32 at, uint4 v) { std::memcpy(bytes_at(at, 16, 16), &v, 16); }

@@ -210,6 +210,67 @@ struct Epilogue {
                     }
     }
 
+    // All of a result whose neighbours along the first line lie side by side: by rows of each feature,
+    // which a warp hands round in shared memory, since parts of a sector of memory that are written by
+    // themselves are read before.
+    template <bool POOLED, int R>
+    __device__ __forceinline__ void write_rows(const Sums& d, const Features (&c)[cfg::BLOCKS][2]) const {
+        typedef View<POOLED> V;
+        constexpr int LENGTH = V::ACROSS * V::UNIT, COLUMNS = LENGTH < cfg::ROW_COLUMNS ? LENGTH : cfg::ROW_COLUMNS;
+        constexpr int SLOTS = COLUMNS / V::UNIT, PITCH = cfg::ROW_COLUMNS + 8;
+        constexpr int STEP = POOLED ? cfg::CELLS[0] : cfg::CELLS[0] * cfg::HOP[0];
+        constexpr int SIDE = STEP % 2 == 0 && (POOLED || cfg::LEAD[0] % 2 == 0) ? cfg::RESULT_SIDE[R] : 1;
+        constexpr int AT_ONCE = 32 / (COLUMNS / SIDE) ? 32 / (COLUMNS / SIDE) : 1;  // rows of an instruction
+        const u32 own = tile + warp * (16 * PITCH * 4);
+        const int column = lane % (32 / AT_ONCE) * SIDE, first_row = lane / (32 / AT_ONCE);
+        UNROLL for (int m = 0; m < cfg::BLOCKS; m++)
+            UNROLL for (int outer = 0; outer < V::SLOTS / V::ACROSS; outer++) {
+                Place p;
+                p.batch = t.batch;
+                bool there = true;
+                UNROLL for (int l = 1; l < 4; l++) {
+                    p.at[l] = V::first(t, l) + V::local(outer * V::ACROSS, l, lane, 0);
+                    there = there && p.at[l] >= 0 && p.at[l] < V::total(l);
+                }
+                UNROLL for (int start = 0; start < V::ACROSS; start += SLOTS) {
+                    UNROLL for (int inner = 0; inner < SLOTS && start + inner < V::ACROSS; inner++)
+                        UNROLL for (int h = 0; h < 2; h++) {
+                            const int slot = outer * V::ACROSS + start + inner, f = 8 * h + (lane >> 2);
+                            u32 v[2];
+                            UNROLL for (int e = 0; e < V::EACH; e++) {
+                                float reads[cfg::READS + 1];
+                                read_words<V::PADDED>(m, V::row(slot, lane, e), 16 * warp + f, reads);
+                                bool inside;
+                                Place q;
+                                v[e] = __float_as_uint(result_at<POOLED, R>(d, c, m, slot, h, e, reads, inside, q));
+                            }
+                            const u32 to = own + (f * PITCH + V::UNIT * inner + V::EACH * (lane & 3)) * 4;
+                            if constexpr (V::EACH == 2) store_words(to, v[0], v[1]);
+                            else store_word(to, v[0]);
+                        }
+                    __syncwarp();
+                    p.at[0] = V::first(t, 0) + start * V::UNIT + column;
+                    const int left = min(V::total(0) - p.at[0], LENGTH - start * V::UNIT - column);
+                    const bool here = there && column < COLUMNS && left > 0 && p.at[0] + SIDE > 0;
+                    UNROLL for (int row = first_row; row < 16; row += AT_ONCE) {
+                        p.feature = t.feature + (member * cfg::BLOCKS + m) * BLOCK + 16 * warp + row;
+                        const u32 from = own + (row * PITCH + column) * 4;
+                        if (!here || p.feature >= cfg::FEATURES) continue;
+                        if constexpr (SIDE == 2) {
+                            u32 w[2];
+                            load_words(from, w[0], w[1]);
+                            const float v[2] = {__uint_as_float(w[0]), __uint_as_float(w[1])};
+                            if (left > 1) put_all<R, 2>(a, p, v);
+                            else put<R>(a, p, v[0]);
+                        } else {
+                            put<R>(a, p, __uint_as_float(load_word(from)));
+                        }
+                    }
+                    __syncwarp();  // all have read
+                }
+            }
+    }
+
     // Before this warpgroup's tile is written again, the copy engine must have read it.
     __device__ __forceinline__ void tile_is_free() const {
         if constexpr (cfg::IN_PLACE) return;  // it is the tile of a read, which has just come
@@ -240,7 +301,10 @@ struct Epilogue {
     __device__ __forceinline__ void one_result(const Sums& d, const Features (&c)[cfg::BLOCKS][2],
                                                const TensorMap* map) const {
         constexpr bool POOLED = cfg::RESULT_POOLED[R] && cfg::FOLD != 0;
-        if constexpr (!cfg::RESULT_TILE[R]) {
+        if constexpr (!cfg::RESULT_TILE[R] && cfg::RESULT_SIDE[R] > 0) {
+            tile_is_free();
+            write_rows<POOLED, R>(d, c);
+        } else if constexpr (!cfg::RESULT_TILE[R]) {
             write_words<POOLED, R, true>(d, c);
         } else {
             tile_is_free();

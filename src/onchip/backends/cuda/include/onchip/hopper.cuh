@@ -351,6 +351,9 @@ DEVICE void store_part(u32 at, uint4 v) {
     asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");
 }
+DEVICE void store_words(u32 at, u32 a, u32 b) {
+    asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(at), "r"(a), "r"(b) : "memory");
+}
 DEVICE void load_words(u32 at, u32& a, u32& b) {
     asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(a), "=r"(b) : "r"(at) : "memory");
 }
