@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
+from onchip.algebra import simplify
 from onchip.backends.cuda import build as engine_build
 from onchip.backends.cuda.problem import Config
 from onchip.backends.cuda.source import CudaSource
 from onchip.backends.nvidia.build import Built
 from onchip.backends.triton import build as triton_build
 from onchip.backends.triton.source import Options, Variant
-from onchip.capture import Captured, capture, constant_tensors, fold_batch_norm
+from onchip.capture import Captured, capture, constant_tensors
 from onchip.capture.containers import flatten
 from onchip.capture.schema import is_view
 from onchip.errors import CompilerError, OnchipError
@@ -149,7 +150,7 @@ def prepare(case: Case, generator: Generator, sweep: Sweep) -> Subject:
     """Capture a case and write its variants. Raises OnchipError if it is no one region."""
     found = resolve(case.model, batch=case.batch, dtype=case.dtype)
     with torch.no_grad():
-        captured = fold_batch_norm(capture(found.module, found.example_inputs))
+        captured = simplify(capture(found.module, found.example_inputs))
     graph = captured.graph
     for n in graph.nodes:
         if n.opaque:

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from onchip.algebra import in_force, simplify
 from onchip.analysis.roofline import Ceilings, datasheet
 from onchip.analysis.summary import Analysis
 from onchip.analysis.summary import analyze as summarise
-from onchip.capture import Captured, Templates, capture, fold_batch_norm
+from onchip.capture import Captured, Templates, capture
 from onchip.capture.capture import as_module
 from onchip.capture.devices import check_devices, device_of
 from onchip.errors import CompilerError, InputError, OnchipError
@@ -75,6 +76,7 @@ def compile(
         notes.extend(n for n in compiled.notes if n not in notes)
         return form_of(compiled)
 
+    in_force(settings)  # an unknown rule is an error now, not at the first call
     args, kwargs = tuple(args), dict(kwargs or {})
     module = as_module(model)
     program = Program(module, args, kwargs, build, settings)
@@ -163,10 +165,8 @@ def _build(
 ) -> Compiled:
     """Capture, plan, and decide which form ships."""
     start = time.perf_counter()
-    original = capture(module, args, kwargs, templates)
-    captured = original
-    if settings.fold_batch_norm and settings.numerics == "fast":
-        captured = fold_batch_norm(captured)
+    original = capture(module, args, kwargs, templates, "computed_once" in in_force(settings))
+    captured = simplify(original, settings)
     inputs = graph_inputs(captured, args, kwargs)
     if generator_for(device_of(captured, inputs), settings).pads_operands:  # the engine's copies
         captured = with_channels_last(captured)

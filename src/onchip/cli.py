@@ -270,12 +270,12 @@ def _gpu(device: str) -> Any:
 
 def _previews(captured: Any, device: str) -> Any:
     """What a captured model's kernels would be on a GPU that need not be here."""
+    from onchip.algebra import simplify
     from onchip.analysis.roofline import datasheet
-    from onchip.capture import fold_batch_norm
     from onchip.report.preview import preview
 
     with _progress() as step:
-        return preview(fold_batch_norm(captured), _gpu(device), datasheet(device), step)
+        return preview(simplify(captured), _gpu(device), datasheet(device), step)
 
 
 def _print_previews(

@@ -12,7 +12,9 @@ class Settings:
 
     numerics          "fast": intermediates stay in float32 on chip; "eager": every rounding point
                       of eager is reproduced
-    fold_batch_norm   multiply an inference batch norm into the convolution before it
+    fold_batch_norm   multiply an inference batch norm into the layer before it
+    without           names of algebra rules (onchip.algebra.RULES) that are left out; those that
+                      may change a rounding are left out with numerics="eager" in any case
     winograd          3-tap convolutions may be computed with fewer products (fusion/winograd.py),
                       where that is measured faster; never with numerics="eager"
     generator         what writes kernels: "auto" is C++ for tensors on the CPU and Triton for those
@@ -38,6 +40,7 @@ class Settings:
 
     numerics: Literal["fast", "eager"] = "fast"
     fold_batch_norm: bool = True
+    without: frozenset[str] = frozenset()
     winograd: bool = True
     generator: Literal["auto", "cpp", "triton", "cuda"] = "auto"
     fuel: int | None = None

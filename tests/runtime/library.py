@@ -1,6 +1,7 @@
 """Programs whose every operator is its library call, for testing capture and runtime alone."""
 
-from onchip.capture import capture, fold_batch_norm
+from onchip.algebra import simplify
+from onchip.capture import capture
 from onchip.capture.capture import as_module
 from onchip.planning.plan import LibraryStep, Plan
 from onchip.runtime.program import Program
@@ -16,9 +17,7 @@ def compile_library(model, args=(), kwargs=None, settings=Settings(), plan=libra
     builds = []
 
     def build(module, a, k, templates):
-        captured = capture(module, a, k, templates)
-        if settings.fold_batch_norm:
-            captured = fold_batch_norm(captured)
+        captured = simplify(capture(module, a, k, templates), settings)
         builds.append(captured)
         return captured, plan(captured)
 

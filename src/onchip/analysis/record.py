@@ -105,7 +105,7 @@ class Decision:
 class LedgerEntry:
     """One deliberate difference from eager's arithmetic: a rounding removed, a fold, a trick.
 
-    kind   "rounding_removed", "batch_norm_folded", "reassociated", "tf32x3", ...
+    kind   "rounding_removed", "winograd", "tf32x3", ..., or the name of an algebra rule
     where  operator or edge; error: largest error against float64 that it causes, if known
     """
 

@@ -199,7 +199,7 @@ class _Builder:
         if places - {self.device}:
             return None, f"its tensors are on {', '.join(sorted(places))}: left to the library"
         try:
-            with_types = _with_dtypes((call.args, call.kwargs))
+            with_types = with_dtypes((call.args, call.kwargs))
             result = function(*with_types[0], **with_types[1])
         except OpaqueOperator as why:
             return None, str(why)
@@ -289,15 +289,15 @@ def _flat(x: Any) -> list[Any]:
     return [x]
 
 
-def _with_dtypes(x: Any) -> Any:
+def with_dtypes(x: Any) -> Any:
     """The same arguments with PyTorch's dtypes as ours."""
     match x:
         case torch.dtype():
             return dtype_of(x)
         case tuple() | list():
-            return type(x)(_with_dtypes(y) for y in x)
+            return type(x)(with_dtypes(y) for y in x)
         case dict():
-            return {k: _with_dtypes(v) for k, v in x.items()}
+            return {k: with_dtypes(v) for k, v in x.items()}
     return x
 
 

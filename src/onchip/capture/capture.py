@@ -27,13 +27,14 @@ def capture(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
     templates: Templates | None = None,
+    merge: bool = True,
 ) -> Captured:
     """Trace `model` on these inputs into a functional graph.
 
     The model is run once in eager mode too, on copies of everything that it mutates, to learn
     the strides and the aliasing of its results. `templates` remembers exports of this model in
-    this state, so that further shapes need no tracing. Neither the model nor the inputs are
-    changed.
+    this state, so that further shapes need no tracing. With `merge`, operators that are written
+    twice are computed once. Neither the model nor the inputs are changed.
     Raises CaptureError in one line if the model can't be traced.
     """
     module = as_module(model)
@@ -41,7 +42,7 @@ def capture(
     tensors, described = describe(leaves)
     exported, bindings = (templates or Templates()).export(module, spec, leaves, tensors)
     graph, slots = build(exported.program, module, bindings)
-    graph = clean_up(graph)
+    graph, ledger = clean_up(graph, merge)
     slots = {t: s for t, s in slots.items() if t in graph.constants}
     results, changed, _ = observe(module, graph, slots, spec, leaves, tensors)
     if [r.shape for r in results] != [t.shape for t in graph.outputs]:
@@ -50,7 +51,7 @@ def capture(
                 "the captured graph gives other shapes than eager mode; report this"
             )
         templates.forget(leaves, spec, tensors)
-        return capture(module, args, kwargs, templates)
+        return capture(module, args, kwargs, templates, merge)
     for t, r in zip(graph.outputs, results, strict=True):
         if r.alias is None:
             t.tag["strides"] = r.strides  # tracing gives convolutions on a GPU those of NCHW
@@ -65,6 +66,7 @@ def capture(
         slots=slots,
         results=results,
         python_state=changed,
+        ledger=ledger,
     )
     return prepare_constants(captured)
 

@@ -84,8 +84,13 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
-    """One rewriting that changes roundings, for the numerics ledger."""
+    """One rewriting, for the numerics ledger.
 
+    kind   the rule's name
+    nodes  the operator that it stands at, then those that live on in that one
+    """
+
+    kind: str
     text: str
     nodes: tuple[str, ...]
 
@@ -104,7 +109,7 @@ class Captured:
                   without a slot (recomputed when one of their sources changes)
     results       eager's strides and aliasing, one per graph output
     python_state  names of module attributes that forward() itself changes
-    ledger        rewritings that change roundings
+    ledger        what rules rewrote (onchip.algebra)
     """
 
     module: torch.nn.Module

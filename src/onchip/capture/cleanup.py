@@ -6,15 +6,15 @@ expression): the runtime compares with eager's aliasing and copies where it must
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from onchip.capture import schema
-from onchip.capture.captured import Captured, Prepare
+from onchip.capture.captured import Captured, LedgerEntry, Prepare
 from onchip.capture.rewriting import resolve, substitute, without_unread
 from onchip.ir.expr import Const, Tensor
 from onchip.ir.graph import Graph, LibraryCall, Node, reads
 
+COMPUTED_ONCE = "computed_once"  # the rule's name
 _IDENTITIES = frozenset(
     [
         "aten.alias.default",
@@ -68,8 +68,9 @@ def _is_identity(n: Node) -> bool:
     return same_type and source.tag.get("strides") == result.tag.get("strides")
 
 
-def merge_common(graph: Graph) -> Graph:
-    """Common sub-expressions: the same operator on the same arguments is computed once."""
+def merge_common(graph: Graph) -> tuple[Graph, tuple[LedgerEntry, ...]]:
+    """Common sub-expressions: the same operator on the same arguments is computed once. Says so
+    in one entry of the ledger."""
     seen: dict[Any, Node] = {}
     mapping: dict[Tensor, Tensor] = {}
     kept = []
@@ -84,7 +85,17 @@ def merge_common(graph: Graph) -> Graph:
         else:
             pairs = zip(n.outputs, first.outputs, strict=True)
             mapping.update({b: a for b, a in pairs if a is not None and b is not None})
-    return substitute(graph, kept, mapping) if mapping else graph
+    if not mapping:
+        return graph, ()
+    spared = [n.name for n in graph.nodes if any(t in mapping for t in n.results)]
+    text = f"computed once, though written twice, without a change of rounding: {_listed(spared)}"
+    entry = LedgerEntry(COMPUTED_ONCE, text, (spared[0],))
+    return substitute(graph, kept, mapping), (entry,)
+
+
+def _listed(names: list[str], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _key(x: Any, mapping: dict[Tensor, Tensor]) -> Any:
@@ -114,18 +125,11 @@ def remove_dead(graph: Graph) -> Graph:
     return graph.with_nodes(reversed(kept), constants=constants)
 
 
-PASSES: tuple[Callable[[Graph], Graph], ...] = (
-    remove_dead,
-    remove_identities,
-    merge_common,
-    remove_dead,
-)
-
-
-def clean_up(graph: Graph) -> Graph:
-    for p in PASSES:
-        graph = p(graph)
-    return graph
+def clean_up(graph: Graph, merge: bool = True) -> tuple[Graph, tuple[LedgerEntry, ...]]:
+    """Without dead operators, identities and (if `merge`) duplicates; what the ledger says."""
+    graph = remove_identities(remove_dead(graph))
+    graph, ledger = merge_common(graph) if merge else (graph, ())
+    return remove_dead(graph), ledger
 
 
 # ---- constants ---------------------------------------------------------------------------------

@@ -216,21 +216,25 @@ def built_figures(built: object) -> dict[str, Any]:
 
 
 def _folded(compiled: Compiled) -> dict[str, tuple[str, ...]]:
-    """Operators that live on in another one's weights: layer -> batch norms."""
+    """Operators that live on in another one: layer -> what rules took into it, in order."""
     if compiled.outcome.form == EAGER:
         return {}
-    return {e.nodes[0]: e.nodes[1:] for e in compiled.captured.ledger if len(e.nodes) > 1}
+    out: dict[str, tuple[str, ...]] = {}
+    for e in compiled.captured.ledger:
+        if len(e.nodes) > 1:
+            out[e.nodes[0]] = out.get(e.nodes[0], ()) + e.nodes[1:]
+    return out
 
 
 def _decisions(compiled: Compiled) -> Iterator[Decision]:
     """One for each edge of the model as given: a folded operator is fused with its layer, and
     stands at its consumers' edges."""
     folded = _folded(compiled)
-    texts = {e.nodes[0]: e.text for e in compiled.captured.ledger}
-    for layer, norms in folded.items():
-        chain = (layer, *norms)
-        for edge in zip(chain, norms, strict=False):
-            yield Decision(edge, True, "", "fused", texts[layer])
+    texts = {n: e.text for e in compiled.captured.ledger for n in e.nodes[1:]}
+    for layer, taken in folded.items():
+        chain = (layer, *taken)
+        for edge in zip(chain, taken, strict=False):
+            yield Decision(edge, True, "", "fused", texts[edge[1]])
     for d in compiled.planned.decisions:
         producer = folded.get(d.edge[0], (d.edge[0],))[-1]
         d = replace(d, edge=(producer, d.edge[1]))
@@ -247,7 +251,7 @@ def _ledger(compiled: Compiled) -> Iterator[LedgerEntry]:
     if compiled.outcome.form == EAGER:
         return
     for e in compiled.captured.ledger:
-        yield LedgerEntry("batch_norm_folded", e.nodes[0], e.text)
+        yield LedgerEntry(e.kind, e.nodes[0], e.text)
     if compiled.outcome.form != FUSED:
         return
     ledger = Ledger(compiled.captured.graph, compiled.planned.plan.layouts)

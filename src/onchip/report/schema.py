@@ -105,7 +105,7 @@ REPORT: Schema = _object(
             _object(
                 "One difference.",
                 kind=_value(
-                    "string", "rounding_removed, batch_norm_folded, winograd, tf32x3, reassociated"
+                    "string", "rounding_removed, winograd, tf32x3, reassociated, or an algebra rule"
                 ),
                 where=_value("string", "operator or edge"),
                 text=_value("string", "what was done"),
