@@ -204,3 +204,27 @@ def test_doctor_tries_triton_and_asks_the_driver(monkeypatch, tmp_path):
 
     monkeypatch.setattr(doctor, "driver", missing)
     assert doctor._driver()[1] == "not installed"
+
+
+def test_cache_shows_and_clears(monkeypatch, tmp_path):
+    import time
+
+    monkeypatch.setenv("ONCHIP_CACHE", str(tmp_path / "c"))
+    assert "all" in runner.invoke(cli.app, ["cache"]).output  # an empty one
+    for kind, name, days in (("cpp", "a.so", 0), ("cpp", "a.json", 0), ("choices", "b.json", 9)):
+        path = tmp_path / "c" / kind / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x" * 2**19)
+        os.utime(path, (time.time() - days * 86400 - 60,) * 2)
+    out = runner.invoke(cli.app, ["cache"]).output
+    rows = [line.split("│")[1:4] for line in out.splitlines() if "│" in line]
+    found = {r[0].split(":")[0].strip(): (r[1].strip(), r[2].strip()) for r in rows}
+    assert found["cpp"] == ("1", "1.0 MiB")
+    assert found["choices"] == ("1", "0.5 MiB")
+    assert found["triton"] == ("0", "0.0 MiB")
+    assert found["all"] == ("2", "1.5 MiB")
+    assert str(tmp_path / "c") in out
+    done = runner.invoke(cli.app, ["cache", "clear", "--older-than", "5"])
+    assert "removed 1 entries, 0.5 MiB; 1 entries left" in done.output
+    assert not (tmp_path / "c" / "choices" / "b.json").exists()
+    assert "removed 1 entries, 1.0 MiB; 0" in runner.invoke(cli.app, ["cache", "clear"]).output

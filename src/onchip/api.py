@@ -193,7 +193,8 @@ def _settle(
     a, k = assess.copied(args, kwargs)
     inputs = graph_inputs(captured, a, k)
     device = device_of(captured, inputs)
-    where = f"{machine.device_name(str(device))} {settings.cuda_graph}" * (device.type == "cuda")
+    name = str(device)
+    where = f"{machine.device_name(name)} {machine.driver_version(name)} {settings.cuda_graph}"
 
     def trial(p: Plan) -> Callable[[], object]:
         # made when it is first called: a known outcome needs no second program, weights and all

@@ -191,6 +191,38 @@ def doctor(
     _print(doctor_view(rows))
 
 
+cache_app = typer.Typer(help="The cache of compiled kernels and measured choices.")
+app.add_typer(cache_app, name="cache")
+
+
+@cache_app.callback(invoke_without_command=True)
+def cache(context: typer.Context) -> None:
+    """What the cache holds: entries and bytes by kind, oldest and newest use."""
+    if context.invoked_subcommand is None:
+        from onchip.backends.cache import cache_folder, entries
+        from onchip.report.analysis import cache_view
+
+        _print(cache_view(cache_folder(), entries()))
+
+
+@cache_app.command()
+def clear(
+    older_than: Annotated[
+        float, typer.Option(min=0, metavar="DAYS", help="only what was not used for so long")
+    ] = 0.0,
+) -> None:
+    """Remove entries; what a process is just writing stays."""
+    from onchip.backends.cache import cache_folder, entries
+    from onchip.backends.cache import clear as remove
+
+    gone = remove(older_than * 86400)
+    size = sum(e.nbytes for e in gone) / 2**20
+    left = len(entries())
+    typer.echo(
+        f"{cache_folder()}: removed {len(gone)} entries, {size:,.1f} MiB; {left} entries left"
+    )
+
+
 def main() -> None:
     """Entry point: errors made on purpose are one line on stderr and exit code 2."""
     try:

@@ -30,8 +30,8 @@ from onchip.ir.graph import Node
 from onchip.planning.plan import LibraryStep, Plan
 from onchip.planning.planner import Planned
 from onchip.planning.recording import Recording, record
+from onchip.planning.records import about_to_measure, load_record, store_record
 from onchip.planning.timing import HOST, Clock, Timed, clock_for, measurably_slower, samples
-from onchip.planning.tuner import load_record, store_record
 from onchip.planning.values import run_eagerly
 
 Call = Callable[[], object]
@@ -141,6 +141,7 @@ def settle(
             return Outcome(**known)
     except (KeyError, TypeError):
         pass  # damaged: time it again
+    about_to_measure("which form of the program ships")
     found = race(eager, fused, library, budget_s, clock)
     store_record(key, asdict(found))
     return found

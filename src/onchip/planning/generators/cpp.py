@@ -33,6 +33,7 @@ from onchip.fusion.winograd import transformed_weights, winograd
 from onchip.ir.expr import Tensor
 from onchip.planning.candidates import Candidate, Context, Strides, comment_of
 from onchip.planning.derive import derived_tensor, packed
+from onchip.planning.machine import device_name
 from onchip.settings import Settings
 
 # Results larger than this leave the caches anyway: storing past them may pay.
@@ -97,7 +98,7 @@ class CppGenerator:
         products = () if self.fewer_products else ("all products",)
         if self.problem:
             return products
-        return (*products, compiler_version(), *sorted(target_macros()))
+        return (*products, device_name(), compiler_version(), *sorted(target_macros()))
 
     def root_of(
         self, region: Region, strides: dict[Tensor, Strides], constants: frozenset[Tensor]

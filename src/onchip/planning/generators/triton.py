@@ -30,6 +30,7 @@ from onchip.ir.dtype import DType
 from onchip.ir.expr import Tensor
 from onchip.planning.candidates import Candidate, Context, Strides, comment_of
 from onchip.planning.derive import derived_tensor
+from onchip.planning.machine import driver_version
 from onchip.planning.precision import has_float32_product, precisions, tf32_allowed
 from onchip.planning.values import torch_dtype
 
@@ -117,7 +118,8 @@ class TritonGenerator:
     def key(self) -> tuple[str, ...]:
         matrix, convolution = self.allowed
         flags = f"tf32 in matrix products {matrix}, in convolutions {convolution}"
-        where = "interpreted" if self.interpret else f"CUDA {torch.version.cuda}"
+        driver = driver_version(str(self.device))
+        where = "interpreted" if self.interpret else f"CUDA {torch.version.cuda}, driver {driver}"
         return (flags, where) if self.problem else (flags, where, triton_version())
 
     def root_of(
