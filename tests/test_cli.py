@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from onchip import cli
 from onchip.errors import OnchipError
 from onchip.report import KernelRow, Report, Totals
+from onchip.settings import Settings
 
 runner = CliRunner()
 
@@ -111,12 +112,11 @@ def test_optimize_writes_what_is_asked_for(api, tmp_path):
     done = runner.invoke(
         cli.app,
         ["optimize", "m", "--dtype", "bf16", "--batch", "3", "--peers", "--report", str(html),
-         "--json", str(out)],
+         "--json", str(out), "--lock", "plan.lock"],
     )  # fmt: skip
     assert done.exit_code == 0, done.output
-    assert api.calls == [
-        ("m", {"device": "cpu", "dtype": torch.bfloat16, "batch": 3, "peers": True})
-    ]
+    given = {"device": "cpu", "dtype": torch.bfloat16, "batch": 3, "peers": True}
+    assert api.calls == [("m", {**given, "settings": Settings(lock="plan.lock")})]
     assert "tensor accesses" in done.output
     assert "40% less" in done.output
     assert Report.from_json(out.read_text()).speedup == 2.0

@@ -24,10 +24,14 @@ from onchip.models.model import Model
 from onchip.models.resolve import moved
 from onchip.planning import assess, machine
 from onchip.planning.assess import EAGER, FUSED, LIBRARY, Compiled, Measured, Outcome
+from onchip.planning.doctor import version
 from onchip.planning.forms import form_of, graph_inputs, library_plan, measure
+from onchip.planning.lock import Lock, relevant
 from onchip.planning.peers import quiet
 from onchip.planning.plan import Plan
 from onchip.planning.planner import Planned, Progress, plan
+from onchip.planning.precision import tf32_allowed
+from onchip.planning.units import code_version
 from onchip.report import Report
 from onchip.report.build import Facts, build_report
 from onchip.runtime.program import Program
@@ -59,7 +63,7 @@ def compile(
     On an NVIDIA GPU the program runs as one CUDA graph where that is possible and pays.
     Raises CaptureError if the model can't be captured or its tensors are not all on the CPU or on
     one GPU, InputError if the arguments do not fit it, CacheError if the cache folder can't be
-    written.
+    written, LockError if `settings.lock` names a file that does not fit.
     """
     latest: list[Compiled] = []
     notes: list[str] = []
@@ -68,14 +72,15 @@ def compile(
         module: torch.nn.Module, a: tuple[Any, ...], k: dict[str, Any], templates: Templates
     ) -> tuple[Captured, Plan]:
         check_devices(module, a, k)
-        compiled = _build(module, a, k, templates, settings, progress)
+        compiled = _build(module, a, k, templates, settings, progress, lock)
         latest[:] = [compiled]
         notes.extend(n for n in compiled.notes if n not in notes)
         return form_of(compiled)
 
     args, kwargs = tuple(args), dict(kwargs or {})
     module = as_module(model)
-    program = Program(module, args, kwargs, build, settings)
+    lock = Lock(settings.lock) if settings.lock is not None else None
+    program = Program(module, args, kwargs, build, settings, lock)
     title = name or type(module).__name__
     program.notes = notes
     program.compiled = latest
@@ -158,18 +163,50 @@ def _build(
     templates: Templates,
     settings: Settings,
     progress: Progress,
+    lock: Lock | None = None,
 ) -> Compiled:
     """Capture, plan, and decide which form ships."""
     start = time.perf_counter()
     original = capture(module, args, kwargs, templates)
+    if lock is None:
+        return _decide(module, args, kwargs, original, settings, progress, start)
+    device = device_of(original, graph_inputs(original, args, kwargs))
+    with lock.deciding(original, _made_with(device, settings)):
+        return _decide(module, args, kwargs, original, settings, progress, start, lock)
+
+
+def _made_with(device: torch.device, settings: Settings) -> dict[str, Any]:
+    """What choices depend on, as a lock file names it."""
+    on_gpu = device.type == "cuda"
+    unused = ("python", "compiler") if on_gpu else ("python",)
+    found: dict[str, Any] = {k: v for k, v in versions().items() if k not in unused}
+    if on_gpu:
+        found |= {k: version(k) or "none" for k in ("triton", "cuda-bindings")}
+        found |= {"driver": machine.driver_version(str(device)), "tf32": str(tf32_allowed())}
+    found |= {"code": code_version()[:16], "device": machine.device_name(str(device))}
+    return {**found, "settings": relevant(settings)}
+
+
+def _decide(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    original: Captured,
+    settings: Settings,
+    progress: Progress,
+    start: float,
+    lock: Lock | None = None,
+) -> Compiled:
     captured = original
     if settings.fold_batch_norm and settings.numerics == "fast":
         captured = fold_batch_norm(captured)
     planned = plan(captured, graph_inputs(captured, args, kwargs), settings, progress)
+    if lock is not None:
+        lock.settle(planned)
     notes = ()
     if planned.problem:
         notes = (f"{planned.problem}, so the library runs every operator: see onchip doctor",)
-        warnings.warn(f"onchip: {notes[0]}", stacklevel=6)
+        warnings.warn(f"onchip: {notes[0]}", stacklevel=7)
     progress("comparing with eager", 0, 0)
     outcome = _settle(module, args, kwargs, original, captured, planned, settings)
     return Compiled(original, captured, planned, outcome, time.perf_counter() - start, notes)

@@ -21,6 +21,8 @@ class Settings:
                       for tests too: kernels run under Triton's interpreter (TRITON_INTERPRET=1),
                       are checked, and ship without being timed
     fuel              apply only the first `fuel` fusions (for bisecting); None: all
+    lock              a lock file (planning/lock.py): written if there is none, else every choice
+                      comes from it, and nothing is measured. One file is one program's
     budget_s          seconds that searching and measuring may take for one specialisation
     threads           CPU threads of generated kernels; 0: as many as PyTorch uses
     cuda_graph        "auto": a program on a GPU runs as one CUDA graph where that is possible and
@@ -41,6 +43,7 @@ class Settings:
     winograd: bool = True
     generator: Literal["auto", "cpp", "triton", "cuda"] = "auto"
     fuel: int | None = None
+    lock: str | None = None
     budget_s: float = 60.0
     threads: int = 0
     cuda_graph: Literal["auto", "off"] = "auto"

@@ -26,6 +26,7 @@ from onchip.planning.generators import Built, Failure, Generator
 from onchip.planning.library import Step as LibraryForm
 from onchip.planning.library import aten_steps, onednn_steps, run_of
 from onchip.planning.plan import Kernel, KernelStep, Step
+from onchip.planning.records import about_to_measure
 from onchip.planning.timing import Clock, clock_for, fastest
 from onchip.planning.tuner import (
     Verdict,
@@ -66,8 +67,9 @@ class Choice:
             case Verdict(kind="kernel", index=i) if self.kernel is not None:
                 c, name = self.unit.candidates[i], self.unit.region.name
                 step = KernelStep(
-                    name, self.kernel, c.inputs, c.outputs, c.derived, nodes, c.workspace, c.waits
-                )
+                    name, self.kernel, c.inputs, c.outputs, c.derived, nodes, c.workspace, c.waits,
+                    c.source.text,
+                )  # fmt: skip
                 return (step,)
             case Verdict(kind="onednn") if self.onednn:
                 return self.onednn
@@ -197,6 +199,8 @@ class Decider:
         """A verdict for every kind of region, from the cache or by building and timing."""
         kinds = {u.key: u for u in reversed(units) if u.candidates or forms[u]}
         unknown = [k for k in kinds if k not in known]
+        if unknown:
+            about_to_measure(f"how {kinds[unknown[0]].region.name} runs (region {unknown[0]})")
         places = [(k, i) for k, u in kinds.items() for i in u.candidates]
         self.progress("building kernels", 0, len(places))
         made = self.generator.build_all([kinds[k].candidates[i] for k, i in places])

@@ -21,11 +21,13 @@ class Book(Protocol):
     """Stands in front of the cache while one specialisation is decided.
 
     load      the record to take; None: there is none
+    describe  called with the operators of a kind of region, by the key of its record
     note      called with each record that was loaded or stored, by its key
     measured  called before something is measured; raises where nothing may be
     """
 
     def load(self, key: str, cached: Record | None) -> Record | None: ...
+    def describe(self, key: str, operators: str) -> None: ...
     def note(self, key: str, record: Record) -> None: ...
     def measured(self, what: str) -> None: ...
 
@@ -49,6 +51,13 @@ def about_to_measure(what: str) -> None:
     book = _book.get()
     if book is not None:
         book.measured(what)
+
+
+def describe(key: str, operators: str) -> None:
+    """What the record of that key is about."""
+    book = _book.get()
+    if book is not None:
+        book.describe(key, operators)
 
 
 def record_path(key: str) -> Path:

@@ -25,6 +25,7 @@ from onchip.fusion.signature import numbered
 from onchip.ir.expr import Tensor
 from onchip.planning.candidates import Candidate, Context
 from onchip.planning.generators import Generator
+from onchip.planning.records import describe
 from onchip.planning.tuner import Verdict, load_verdict
 from onchip.settings import Settings
 
@@ -88,7 +89,8 @@ def find_units(
         text, tensors = numbered(region, context.strides, context.constants)
         # an operator may be the library's for its place in the graph: another kind, then
         text = f"library only\n{text}" if g.opaque else text
-        places.append((g, region, _key(text, generator), tensors))
+        places.append((g, region, key := _key(text, generator), tensors))
+        describe(key, region.name)
     kinds, known = _kinds(places, generator, context)
     limits = _limits(kinds, known, [key for _, _, key, _ in places], most)
     written: dict[str, _Written] = {}
@@ -204,12 +206,12 @@ def _launches_nothing(group: Group) -> bool:
 
 def _key(text: str, generator: Generator) -> str:
     machine = repr(generator.machine)
-    parts = [text, machine, torch.__version__, _code_version(), generator.name, *generator.key]
+    parts = [text, machine, torch.__version__, code_version(), generator.name, *generator.key]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
 @functools.cache
-def _code_version() -> str:
+def code_version() -> str:
     """Hash of the sources that decide what candidates there are."""
     h = hashlib.sha256()
     root = Path(onchip.__file__).parent

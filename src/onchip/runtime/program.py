@@ -17,6 +17,7 @@ from onchip.capture.captured import Captured
 from onchip.capture.containers import flatten
 from onchip.capture.template import Templates
 from onchip.errors import CaptureError, InputError
+from onchip.planning.lock import Lock
 from onchip.planning.plan import KernelStep, LibraryStep, Plan
 from onchip.runtime.gate import Gate
 from onchip.runtime.guards import StateGuard, ambient_key, input_key, overlaps
@@ -59,6 +60,7 @@ class Program:
     notes      why something ran in eager mode, once each
     launches   kernels and library calls that one call of the latest specialisation starts; if the
                original module runs, its operators; None if it could not be captured
+    lock_file  holds what is decided about CUDA graphs, if there is one
     describe   makes the report, from `compiled`: the books of the latest specialisation (both
                set by onchip.api)
     Raises InputError (arguments that do not fit the model's signature), CaptureError (a new
@@ -76,8 +78,9 @@ class Program:
         kwargs: dict[str, Any],
         build: Build,
         settings: Settings = Settings(),
+        lock: Lock | None = None,
     ) -> None:
-        self.module, self.build, self.settings = module, build, settings
+        self.module, self.build, self.settings, self.lock_file = module, build, settings, lock
         self.notes: list[str] = []
         self.table: dict[Any, list[Specialisation | EagerCall]] = {}
         self.templates: tuple[StateGuard, tuple[Any, ...], Templates] | None = None
@@ -141,9 +144,8 @@ class Program:
         """The generated kernels' sources, by name."""
         found: dict[str, str] = {}
         for step in self.latest.plan.steps if self.latest is not None else ():
-            path = getattr(getattr(step, "kernel", None), "source_path", None)
-            if isinstance(step, KernelStep) and path is not None:
-                found[f"k{len(found)} {step.name}"] = path.read_text(encoding="utf-8")
+            if isinstance(step, KernelStep):
+                found[f"k{len(found)} {step.name}"] = step.text
         return found
 
     def report(self) -> Any:
@@ -263,7 +265,7 @@ class Program:
             self.running = captured, Plan(tuple(LibraryStep(n) for n in captured.graph.nodes))
             return EagerCall(reason, state, ambient)
         if self.settings.cuda_graph == "auto":
-            entry.prepare_graphs(inputs)
+            entry.prepare_graphs(inputs, self.lock_file)
         self.latest = entry
         return entry
 

@@ -6,7 +6,6 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from pathlib import Path
 
 import torch
 
@@ -63,11 +62,6 @@ class CompiledKernel:
 
     binary: Binary
     arity: int
-
-    @property
-    def source_path(self) -> Path:
-        """The generated C++ text, beside the binary in the cache."""
-        return self.binary.path.with_suffix(".cpp")
 
     def run(self, pointers: list[int]) -> int:
         return self.binary.function((ctypes.c_void_p * self.arity)(*pointers))

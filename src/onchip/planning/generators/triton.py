@@ -42,11 +42,6 @@ class DeviceKernel:
     built: Built
     device: int
 
-    @property
-    def source_path(self) -> Path:
-        """The generated text, in the cache."""
-        return self.built.path
-
     def run(self, pointers: list[int]) -> int:
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         return self.built.launcher(self.device).run(pointers, stream)
