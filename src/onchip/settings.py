@@ -23,7 +23,8 @@ class Settings:
     fuel              apply only the first `fuel` fusions (for bisecting); None: all
     lock              a lock file (planning/lock.py): written if there is none, else every choice
                       comes from it, and nothing is measured. One file is one program's
-    budget_s          seconds that searching and measuring may take for one specialisation
+    budget_s          seconds that building and measuring kernels may take for one specialisation;
+                      what is then left out runs as the library's, and the report says so
     threads           CPU threads of generated kernels; 0: as many as PyTorch uses
     cuda_graph        "auto": a program on a GPU runs as one CUDA graph where that is possible and
                       measured faster (`program.graph_coverage` says); "off": never

@@ -68,7 +68,7 @@ def nothing_may_be_timed(monkeypatch) -> None:
     def measured(*_: object, **__: object) -> None:
         pytest.fail("something was measured")
 
-    for module, name in ((timing, "_rounds"), (tuner, "fastest"), (assess, "samples")):
+    for module, name in ((timing, "_rounds"), (tuner, "fastest"), (assess, "rounds")):
         monkeypatch.setattr(module, name, measured)
 
 

@@ -4,7 +4,7 @@ whose fused kernel loses is cut in two if that is faster."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,7 +13,8 @@ from onchip.capture.captured import Captured
 from onchip.capture.schema import is_view
 from onchip.fusion.partition import Group, Partitioner
 from onchip.ir.graph import Node
-from onchip.planning.candidates import Context
+from onchip.planning.building import BUILD_SHARE, build_within
+from onchip.planning.candidates import Candidate, Context
 from onchip.planning.cut import (
     DEPTH,
     LEAST_GAIN,
@@ -35,7 +36,7 @@ from onchip.planning.tuner import (
     store_verdict,
     tune,
 )
-from onchip.planning.units import Unit, find_units, most_sources
+from onchip.planning.units import Unit, find_units, most_sources, work
 from onchip.planning.values import Values, run_eagerly
 from onchip.settings import Settings
 
@@ -201,19 +202,24 @@ class Decider:
         unknown = [k for k in kinds if k not in known]
         if unknown:
             about_to_measure(f"how {kinds[unknown[0]].region.name} runs (region {unknown[0]})")
-        places = [(k, i) for k, u in kinds.items() for i in u.candidates]
-        self.progress("building kernels", 0, len(places))
-        made = self.generator.build_all([kinds[k].candidates[i] for k, i in places])
-        built = dict(zip(places, made, strict=True))
+        built = build_within(
+            self.generator,
+            [((k, i), c) for k in kinds if k in known for i, c in kinds[k].candidates.items()],
+            _by_turns({k: kinds[k] for k in unknown}),
+            self.start + self.settings.budget_s * BUILD_SHARE,
+            lambda done, total: self.progress("building kernels", done, total),
+        )
         new = {}
         for n, k in enumerate(unknown):
             self.progress("measuring", n, len(unknown))
-            new[k] = self._measure(
-                kinds[k],
-                {i: built[k, i] for i in kinds[k].candidates},
-                forms,
-                min(self.settings.budget_s / len(unknown) / 2, MEASURE_S),
-            )
+            mine = {i: built[k, i] for i in kinds[k].candidates if (k, i) in built}
+            late = time.perf_counter() - self.start > self.settings.budget_s
+            if late or not (mine or forms[kinds[k]]):
+                new[k] = _left_out(kinds[k])
+                store_verdict(k, new[k], lasting=False)
+                continue
+            seconds = min(self.settings.budget_s / len(unknown) / 2, MEASURE_S)
+            new[k] = self._measure(kinds[k], mine, forms, seconds)
             store_verdict(k, new[k])
         out: dict[str, tuple[Verdict, Built | None]] = {}
         for k, v in {**known, **new}.items():
@@ -221,7 +227,7 @@ class Decider:
             if isinstance(b, Failure):
                 v, b = Verdict("library", refused=((str(b), "could not be built"),)), None
             out[k] = (v, b)
-        good = [b for b in made if not isinstance(b, Failure)]
+        good = [b for b in built.values() if not isinstance(b, Failure)]
         self.built += sum(not b.reused for b in good)
         self.reused += sum(b.reused for b in good)
         return out
@@ -238,10 +244,12 @@ class Decider:
             for i, b in built.items()
         }
         constants, values = self.partitioner.constants, self.values
+        candidates = {i: u.candidates[i] for i in kernels}
         found = tune(
-            u.region, u.candidates, kernels, forms[u], constants, values, seconds, self.clock
+            u.region, candidates, kernels, forms[u], constants, values, seconds, self.clock
         )
-        return replace(found, refused=(*found.refused, *u.refused))
+        left_out = u.left_out + len(u.candidates) - len(candidates)
+        return replace(found, refused=(*found.refused, *u.refused), left_out=left_out)
 
     # -- parts of groups
 
@@ -310,6 +318,21 @@ class Decider:
             for i, c in enumerate(whole)
         }
         return [of.get(c, [c]) for c in found]
+
+
+def _by_turns(kinds: Mapping[str, Unit]) -> list[tuple[tuple[str, int], Candidate]]:
+    """The first candidate of each kind of region, heaviest kinds first; then the second ones..."""
+    turns = [
+        (turn, -work(u.region), (k, i))
+        for k, u in kinds.items()
+        for turn, i in enumerate(u.candidates)
+    ]
+    return [((k, i), kinds[k].candidates[i]) for _, _, (k, i) in sorted(turns)]
+
+
+def _left_out(u: Unit) -> Verdict:
+    """The library runs what there was no time to measure."""
+    return Verdict("library", left_out=u.left_out + len(u.candidates))
 
 
 def halves(choice: Choice, cut: Cut | Verdict) -> tuple[Group, Group]:

@@ -75,10 +75,12 @@ def load_record(key: str) -> Record | None:
     return found
 
 
-def store_record(key: str, record: Record) -> None:
-    """Written whole or not at all; a cache that can't be written only costs time later."""
-    with suppress(CacheError):
-        store(folder_of("choices") / f"{key}.json", json.dumps(record).encode())
+def store_record(key: str, record: Record, lasting: bool = True) -> None:
+    """Written whole or not at all; a cache that can't be written only costs time later. Not
+    lasting: for this program's lock file alone."""
+    if lasting:
+        with suppress(CacheError):
+            store(folder_of("choices") / f"{key}.json", json.dumps(record).encode())
     book = _book.get()
     if book is not None:
         book.note(key, record)

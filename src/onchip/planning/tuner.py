@@ -39,6 +39,7 @@ class Verdict:
     split_us    the two parts' time, if a cut was tried; cut: places of the first part's operators
     times_us    every generated kernel that was timed, by its choice
     refused     candidates that were not timed: (choice, why)
+    left_out    variants for which the budget left no time
     """
 
     kind: str
@@ -51,6 +52,7 @@ class Verdict:
     cut: tuple[int, ...] = ()
     times_us: dict[str, float] = field(default_factory=dict)
     refused: tuple[tuple[str, str], ...] = ()
+    left_out: int = 0
 
     @property
     def best_us(self) -> float | None:
@@ -299,5 +301,5 @@ def load_verdict(key: str) -> Verdict | None:
     return found if known else None
 
 
-def store_verdict(key: str, verdict: Verdict) -> None:
-    store_record(key, asdict(verdict))
+def store_verdict(key: str, verdict: Verdict, lasting: bool = True) -> None:
+    store_record(key, asdict(verdict), lasting)

@@ -39,7 +39,8 @@ FLOPS_PER_BYTE = 8
 class Unit:
     """One group of the partition. candidates: kernels that may run it, by the number that their
     verdict knows them by; refusal: why there can't be any; refused: variants that were chosen and
-    could not be written, as a Verdict has them."""
+    could not be written, as a Verdict has them; left_out: variants beyond what is worth compiling.
+    """
 
     group: Group
     region: Region
@@ -47,6 +48,7 @@ class Unit:
     candidates: Mapping[int, Candidate]
     refusal: Refusal | None
     refused: tuple[tuple[str, str], ...] = ()
+    left_out: int = 0
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -104,7 +106,8 @@ def find_units(
             continue
         found = written.get(k, _Written())
         moved = _moved(found.candidates, kinds.get(k), region, tensors)
-        units.append(Unit(g, region, k, moved, found.refusal, found.refused))
+        left_out = len(kinds[k].variants) - limits[k] if k in limits else 0
+        units.append(Unit(g, region, k, moved, found.refusal, found.refused, left_out))
     return units, known
 
 
