@@ -34,6 +34,7 @@ from onchip.planning.precision import tf32_allowed
 from onchip.planning.units import code_version
 from onchip.report import Report
 from onchip.report.build import Facts, build_report
+from onchip.runtime.background import Begun, leaves_no_trace
 from onchip.runtime.program import Program
 from onchip.runtime.verify import Verification, verify
 from onchip.settings import Settings
@@ -67,22 +68,32 @@ def compile(
     """
     latest: list[Compiled] = []
     notes: list[str] = []
+    lock = Lock(settings.lock) if settings.lock is not None else None
+
+    def begin(
+        module: torch.nn.Module, a: tuple[Any, ...], k: dict[str, Any], templates: Templates
+    ) -> Begun:
+        check_devices(module, a, k)
+        start = time.perf_counter()
+        original = capture(module, a, k, templates)
+
+        def finish(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Captured, Plan]:
+            compiled = _finish(module, args, kwargs, original, settings, progress, start, lock)
+            latest[:] = [compiled]
+            notes.extend(n for n in compiled.notes if n not in notes)
+            return form_of(compiled)
+
+        return Begun(original, finish)
 
     def build(
         module: torch.nn.Module, a: tuple[Any, ...], k: dict[str, Any], templates: Templates
     ) -> tuple[Captured, Plan]:
-        check_devices(module, a, k)
-        compiled = _build(module, a, k, templates, settings, progress, lock)
-        latest[:] = [compiled]
-        notes.extend(n for n in compiled.notes if n not in notes)
-        return form_of(compiled)
+        return begin(module, a, k, templates).finish(a, k)
 
     args, kwargs = tuple(args), dict(kwargs or {})
     module = as_module(model)
-    lock = Lock(settings.lock) if settings.lock is not None else None
-    program = Program(module, args, kwargs, build, settings, lock)
+    program = Program(module, args, kwargs, build, settings, lock, begin, notes)
     title = name or type(module).__name__
-    program.notes = notes
     program.compiled = latest
     program.describe = lambda: _report(title, program)
     return program
@@ -115,6 +126,7 @@ def optimize(
         program = compile(
             found.module, found.example_inputs, settings=settings, name=found.name, progress=step
         )
+        program.wait()
         step("verifying against float64", 0, 0)
         with quiet():  # what the program would warn of stands in the report
             verified = verify(program, found.module, found.example_inputs)
@@ -156,18 +168,17 @@ def analyze(
 # ---- one specialisation ------------------------------------------------------------------------
 
 
-def _build(
+def _finish(
     module: torch.nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    templates: Templates,
+    original: Captured,
     settings: Settings,
     progress: Progress,
-    lock: Lock | None = None,
+    start: float,
+    lock: Lock | None,
 ) -> Compiled:
-    """Capture, plan, and decide which form ships."""
-    start = time.perf_counter()
-    original = capture(module, args, kwargs, templates)
+    """Plan what was captured, and decide which form ships."""
     if lock is None:
         return _decide(module, args, kwargs, original, settings, progress, start)
     device = device_of(original, graph_inputs(original, args, kwargs))
@@ -206,7 +217,7 @@ def _decide(
     notes = ()
     if planned.problem:
         notes = (f"{planned.problem}, so the library runs every operator: see onchip doctor",)
-        warnings.warn(f"onchip: {notes[0]}", stacklevel=7)
+        warnings.warn(f"onchip: {notes[0]}", stacklevel=8)
     progress("comparing with eager", 0, 0)
     outcome = _settle(module, args, kwargs, original, captured, planned, settings)
     return Compiled(original, captured, planned, outcome, time.perf_counter() - start, notes)
@@ -238,7 +249,7 @@ def _settle(
         program = functools.cache(lambda: Program(module, a, k, lambda *_: (captured, p), settings))
         return lambda: program()(*a, **k)
 
-    with assess.undisturbed(module, inputs):
+    with assess.undisturbed(module, inputs, leaves_no_trace(original)):
         found = assess.settle(
             assess.program_key(original, planned, where),
             lambda: module(*a, **k),

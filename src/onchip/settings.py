@@ -21,6 +21,9 @@ class Settings:
                       for tests too: kernels run under Triton's interpreter (TRITON_INTERPRET=1),
                       are checked, and ship without being timed
     fuel              apply only the first `fuel` fusions (for bisecting); None: all
+    start             "ready": a program is compiled before its first call; "eager": it is captured
+                      then, and the rest is done in the background (`program.wait()` waits for it),
+                      while calls run the original module. Leave its weights alone meanwhile
     lock              a lock file (planning/lock.py): written if there is none, else every choice
                       comes from it, and nothing is measured. One file is one program's
     budget_s          seconds that building and measuring kernels may take for one specialisation;
@@ -44,6 +47,7 @@ class Settings:
     winograd: bool = True
     generator: Literal["auto", "cpp", "triton", "cuda"] = "auto"
     fuel: int | None = None
+    start: Literal["ready", "eager"] = "ready"
     lock: str | None = None
     budget_s: float = 60.0
     threads: int = 0

@@ -257,12 +257,12 @@ def test_a_compilation_that_fails_leaves_nothing_in_the_file(path, monkeypatch):
 def test_graph_choices_are_written_and_must_be_repeated(path):
     path.unlink()
     lock = Lock(str(path))
-    lock.current = "p"
-    lock.held["programs"]["p"] = {"graph": None}
+    lock._mine.current = "p"
+    lock.held["programs"]["p"] = lock._mine.program = {"graph": None}
     choice = {"form": "early", "copying": True, "text": "one CUDA graph", "replayed_us": 0.1}
     lock.settle_graph(choice)
     again = Lock(str(path))
-    again.current = "p"
+    again._mine.current = "p"
     assert again.graph == choice
     again.settle_graph(choice)
     with pytest.raises(LockError, match=r"can't be repeated \(no CUDA graph\)"):

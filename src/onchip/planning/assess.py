@@ -229,9 +229,16 @@ def copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
 
 
 @contextlib.contextmanager
-def undisturbed(module: torch.nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Iterator[None]:
+def undisturbed(
+    module: torch.nn.Module, inputs: Sequence[torch.Tensor] = (), traceless: bool = False
+) -> Iterator[None]:
     """No gradients inside; afterwards the module's buffers and the random state are as before, that
-    of the inputs' GPU too."""
+    of the inputs' GPU too. traceless: running it changes neither, so they are left alone (another
+    thread may go on with them)."""
+    if traceless:
+        with torch.no_grad():
+            yield
+        return
     saved = [(b, b.detach().clone()) for b in module.buffers()]
     with torch.no_grad(), torch.random.fork_rng(devices=gpus(module, inputs)):
         try:

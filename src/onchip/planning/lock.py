@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -40,13 +41,14 @@ ADVICE = "delete the file to decide anew, or pass another one"
 # Settings that change no choice, only how long it may take and when it is made.
 _INDIFFERENT = (
     "budget_s", "uncapturable", "specialisations", "compiled_at_once", "eager_calls", "lock",
+    "start",
 )  # fmt: skip
 
 
 class Lock:
     """One lock file, for one program. `reading`: it was there, and decides.
 
-    A Book (records.py) while a specialisation is decided; the program decides one at a time.
+    A Book (records.py) while a specialisation is decided, in the thread that decides it.
     Raises LockError: from the constructor if the file is no lock file, else where it does not fit.
     """
 
@@ -54,28 +56,27 @@ class Lock:
         self.path = Path(path)
         self.reading = self.path.exists()
         self.held = _read(self.path) if self.reading else _empty()
-        self.current = ""  # the specialisation: its key in "programs"
+        self._mine = threading.local()  # current: this thread's specialisation in "programs"
+        self._mutex = threading.RLock()
 
     @contextmanager
     def deciding(self, original: Captured, made_with: Mapping[str, Any]) -> Iterator[None]:
         """Inside, the captured program is decided; then the file is written. `made_with`: see
         there."""
         made_with = json.loads(json.dumps(made_with))
-        self.current, inputs = key_of(original), inputs_of(original)
+        key, inputs = key_of(original), inputs_of(original)
+        self._mine.current = key
         if self.reading:
             self._check(made_with, inputs)
-        else:
-            self.held["made_with"] = made_with
-            new = {"inputs": inputs, "outcome": {}, "graph": None, "steps": []}
-            self.held["programs"][self.current] = new
-        try:
             with kept_in(self):
                 yield
-        except BaseException:
-            if not self.reading:  # half a program decides nothing
-                del self.held["programs"][self.current]
-            raise
-        if not self.reading:
+            return
+        self._mine.program = {"inputs": inputs, "outcome": {}, "graph": None, "steps": []}
+        with kept_in(self):
+            yield
+        with self._mutex:
+            self.held["made_with"] = made_with
+            self.held["programs"][key] = self._mine.program
             self._write()
 
     def _check(self, made_with: Mapping[str, Any], inputs: str) -> None:
@@ -84,7 +85,7 @@ class Lock:
         if other:
             texts = [f"{k} {then.get(k, 'unknown')} (here {now.get(k, 'unknown')})" for k in other]
             self._fail(f"was made with {', '.join(texts)}")
-        if self.current not in self.held["programs"]:
+        if self._mine.current not in self.held["programs"]:
             known = sorted(p["inputs"] for p in self.held["programs"].values())
             if inputs in known:
                 self._fail(f"holds the choices of another model with the inputs {inputs}")
@@ -108,12 +109,14 @@ class Lock:
             return
         if key.startswith(OUTCOME):
             self._program["outcome"] = {"key": key, "record": record}
-        else:
+            return
+        with self._mutex:
             self.held["choices"].setdefault(key, {"operators": ""})["record"] = record
 
     def describe(self, key: str, operators: str) -> None:
         if not self.reading:
-            self.held["choices"].setdefault(key, {})["operators"] = operators
+            with self._mutex:
+                self.held["choices"].setdefault(key, {})["operators"] = operators
 
     def measured(self, what: str) -> None:
         if self.reading:
@@ -123,7 +126,7 @@ class Lock:
 
     @property
     def _program(self) -> dict[str, Any]:
-        return self.held["programs"][self.current]
+        return self.held["programs"][self._mine.current] if self.reading else self._mine.program
 
     def settle(self, planned: Planned) -> None:
         """The specialisation is planned: note that, or compare it with the file."""
@@ -149,7 +152,8 @@ class Lock:
         """What was decided about them now, or done by what the file says."""
         if not self.reading:
             self._program["graph"] = found
-            self._write()
+            with self._mutex:
+                self._write()
         elif self._program["graph"] is None:
             self._fail("does not decide what runs as a CUDA graph")
         elif self._program["graph"] != found:
