@@ -249,7 +249,8 @@ def _settle(
         program = functools.cache(lambda: Program(module, a, k, lambda *_: (captured, p), settings))
         return lambda: program()(*a, **k)
 
-    with assess.undisturbed(module, inputs, leaves_no_trace(original)):
+    beside_calls = settings.start == "eager" and leaves_no_trace(original)
+    with assess.undisturbed(module, inputs, beside_calls):
         found = assess.settle(
             assess.program_key(original, planned, where),
             lambda: module(*a, **k),
