@@ -106,10 +106,12 @@ def test_what_was_not_built_is_counted_in_the_verdict(monkeypatch, tmp_path):
 
     monkeypatch.setattr(decide, "build_within", first_ones)
     program = program_of(monkeypatch, tmp_path, budget_s=600.0)
-    for _, unit, verdict, _ in program.compiled[-1].planned.steps_of:
-        if unit.candidates:
-            assert verdict.left_out == len(unit.candidates) - 1
-            assert len(verdict.times_us) == 1
+    steps = program.compiled[-1].planned.steps_of
+    found = [(unit, verdict) for _, unit, verdict, _ in steps if unit.candidates]
+    assert found
+    for unit, verdict in found:
+        assert verdict.left_out == len(unit.candidates) - 1
+        assert len(verdict.times_us) == 1
 
 
 def test_a_budget_is_part_of_a_lock_files_choices(monkeypatch, tmp_path):
@@ -160,3 +162,21 @@ def test_a_clear_winner_is_timed_less_often(monkeypatch, fused_ms, count, form):
         found = assess.race(takes(3.0), takes(fused_ms), lambda: takes(9.5))
     assert found.form == form
     assert calls.count(fused_ms) == count  # one unmeasured
+
+
+def test_the_heaviest_regions_are_measured_first(monkeypatch, tmp_path):
+    class Sizes(nn.Module):
+        def forward(self, x):
+            small, _ = torch.sort(torch.tanh(x[:2]) + 1, -1)
+            return small, torch.softmax(x * 2, -1)
+
+    measured, real = [], decide.tune
+    monkeypatch.setattr(
+        decide, "tune", lambda region, *rest: measured.append(region) or real(region, *rest)
+    )
+    monkeypatch.setenv("ONCHIP_CACHE", str(tmp_path / "cache"))
+    with torch.no_grad():
+        onchip.compile(Sizes(), (X,), settings=Settings(budget_s=600.0))
+    sizes = [sum(t.numel for t in r.outputs) for r in measured]
+    assert len(sizes) >= 2
+    assert sizes[0] == max(sizes) == X.numel()

@@ -134,6 +134,8 @@ class Decider:
         """The choices for each group. most: kernels worth compiling beyond one for each kind;
         depth: how often a part may be cut again."""
         units, known = find_units(groups, self.partitioner, self.generator, self.context, most)
+        if depth < DEPTH:  # parts get one kernel each, whatever the budget
+            units = [replace(u, left_out=0) for u in units]
         forms = {u: self._onednn(u) for u in units}
         for u in units:
             if forms[u] and u.key not in known and (v := load_verdict(u.key)) is not None:
@@ -200,6 +202,7 @@ class Decider:
         """A verdict for every kind of region, from the cache or by building and timing."""
         kinds = {u.key: u for u in reversed(units) if u.candidates or forms[u]}
         unknown = [k for k in kinds if k not in known]
+        unknown.sort(key=lambda k: -work(kinds[k].region))  # if time runs out, for the lightest
         if unknown:
             about_to_measure(f"how {kinds[unknown[0]].region.name} runs (region {unknown[0]})")
         built = build_within(
