@@ -35,7 +35,7 @@ from onchip.planning.units import code_version
 from onchip.report import Report
 from onchip.report.build import Facts, build_report
 from onchip.runtime.background import Begun, leaves_no_trace
-from onchip.runtime.program import Program
+from onchip.runtime.program import Begin, Program
 from onchip.runtime.verify import Verification, verify
 from onchip.settings import Settings
 
@@ -70,20 +70,7 @@ def compile(
     notes: list[str] = []
     lock = Lock(settings.lock) if settings.lock is not None else None
 
-    def begin(
-        module: torch.nn.Module, a: tuple[Any, ...], k: dict[str, Any], templates: Templates
-    ) -> Begun:
-        check_devices(module, a, k)
-        start = time.perf_counter()
-        original = capture(module, a, k, templates)
-
-        def finish(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Captured, Plan]:
-            compiled = _finish(module, args, kwargs, original, settings, progress, start, lock)
-            latest[:] = [compiled]
-            notes.extend(n for n in compiled.notes if n not in notes)
-            return form_of(compiled)
-
-        return Begun(original, finish)
+    begin = _beginner(settings, progress, lock, latest, notes)
 
     def build(
         module: torch.nn.Module, a: tuple[Any, ...], k: dict[str, Any], templates: Templates
@@ -166,6 +153,33 @@ def analyze(
 
 
 # ---- one specialisation ------------------------------------------------------------------------
+
+
+def _beginner(
+    settings: Settings,
+    progress: Progress,
+    lock: Lock | None,
+    latest: list[Compiled],
+    notes: list[str],
+) -> Begin:
+    """What captures a program, and plans it when that is asked for; its books go to `latest`."""
+
+    def begin(
+        module: torch.nn.Module, a: tuple[Any, ...], k: dict[str, Any], templates: Templates
+    ) -> Begun:
+        check_devices(module, a, k)
+        start = time.perf_counter()
+        original = capture(module, a, k, templates)
+
+        def finish(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Captured, Plan]:
+            compiled = _finish(module, args, kwargs, original, settings, progress, start, lock)
+            latest[:] = [compiled]
+            notes.extend(n for n in compiled.notes if n not in notes)
+            return form_of(compiled)
+
+        return Begun(original, finish)
+
+    return begin
 
 
 def _finish(

@@ -212,18 +212,7 @@ class Decider:
             self.start + self.settings.budget_s * BUILD_SHARE,
             lambda done, total: self.progress("building kernels", done, total),
         )
-        new = {}
-        for n, k in enumerate(unknown):
-            self.progress("measuring", n, len(unknown))
-            mine = {i: built[k, i] for i in kinds[k].candidates if (k, i) in built}
-            late = time.perf_counter() - self.start > self.settings.budget_s
-            if late or not (mine or forms[kinds[k]]):
-                new[k] = _left_out(kinds[k])
-                store_verdict(k, new[k], lasting=False)
-                continue
-            seconds = min(self.settings.budget_s / len(unknown) / 2, MEASURE_S)
-            new[k] = self._measure(kinds[k], mine, forms, seconds)
-            store_verdict(k, new[k])
+        new = self._measured({k: kinds[k] for k in unknown}, built, forms)
         out: dict[str, tuple[Verdict, Built | None]] = {}
         for k, v in {**known, **new}.items():
             b = built.get((k, v.index)) if v.kind == "kernel" else None
@@ -234,6 +223,27 @@ class Decider:
         self.built += sum(not b.reused for b in good)
         self.reused += sum(b.reused for b in good)
         return out
+
+    def _measured(
+        self,
+        unknown: Mapping[str, Unit],
+        built: Mapping[tuple[str, int], Built | Failure],
+        forms: dict[Unit, tuple[LibraryForm, ...]],
+    ) -> dict[str, Verdict]:
+        """Verdicts by timing what was built, as far as the budget goes."""
+        new = {}
+        for n, (k, u) in enumerate(unknown.items()):
+            self.progress("measuring", n, len(unknown))
+            mine = {i: built[k, i] for i in u.candidates if (k, i) in built}
+            late = time.perf_counter() - self.start > self.settings.budget_s
+            if late or not (mine or forms[u]):
+                new[k] = _left_out(u)
+                store_verdict(k, new[k], lasting=False)
+                continue
+            seconds = min(self.settings.budget_s / len(unknown) / 2, MEASURE_S)
+            new[k] = self._measure(u, mine, forms, seconds)
+            store_verdict(k, new[k])
+        return new
 
     def _measure(
         self,
