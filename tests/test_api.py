@@ -15,7 +15,7 @@ import onchip
 from onchip import api, cli
 from onchip.errors import CaptureError, InputError, OnchipError, UnknownModel, VerificationError
 from onchip.planning import assess, peers, timing
-from onchip.planning.tuner import store_record, verdict_path
+from onchip.planning.records import record_path, store_record
 from onchip.runtime.verify import Comparison, Verification
 from onchip.settings import Settings
 
@@ -251,7 +251,7 @@ def test_an_outcome_is_measured_once(cache):
     assess.settle("program-x", lambda: calls.append(1), lambda: None, lambda: lambda: None, 0.1)
     assert once > 0
     assert len(calls) > once  # a damaged record is measured again
-    assert json.loads(verdict_path("program-x").read_text())["form"] in ("fused", "library")
+    assert json.loads(record_path("program-x").read_text())["form"] in ("fused", "library")
 
 
 def test_a_slower_program_is_not_shipped(small, monkeypatch):

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from onchip import cli
 from onchip.errors import OnchipError
 from onchip.report import KernelRow, Report, Totals
+from onchip.settings import Settings
 
 runner = CliRunner()
 
@@ -111,12 +112,11 @@ def test_optimize_writes_what_is_asked_for(api, tmp_path):
     done = runner.invoke(
         cli.app,
         ["optimize", "m", "--dtype", "bf16", "--batch", "3", "--peers", "--report", str(html),
-         "--json", str(out)],
+         "--json", str(out), "--lock", "plan.lock"],
     )  # fmt: skip
     assert done.exit_code == 0, done.output
-    assert api.calls == [
-        ("m", {"device": "cpu", "dtype": torch.bfloat16, "batch": 3, "peers": True})
-    ]
+    given = {"device": "cpu", "dtype": torch.bfloat16, "batch": 3, "peers": True}
+    assert api.calls == [("m", {**given, "settings": Settings(lock="plan.lock")})]
     assert "tensor accesses" in done.output
     assert "40% less" in done.output
     assert Report.from_json(out.read_text()).speedup == 2.0
@@ -210,3 +210,27 @@ def test_a_kernel_of_many_operators_has_a_file(tmp_path):
     path = cli._write_source(tmp_path, "k3_" + "tanh+" * 100, "text")
     assert path.read_text() == "text"
     assert path.name.startswith("k3_tanh_tanh")
+
+
+def test_cache_shows_and_clears(monkeypatch, tmp_path):
+    import time
+
+    monkeypatch.setenv("ONCHIP_CACHE", str(tmp_path / "c"))
+    assert "all" in runner.invoke(cli.app, ["cache"]).output  # an empty one
+    for kind, name, days in (("cpp", "a.so", 0), ("cpp", "a.json", 0), ("choices", "b.json", 9)):
+        path = tmp_path / "c" / kind / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x" * 2**19)
+        os.utime(path, (time.time() - days * 86400 - 60,) * 2)
+    out = runner.invoke(cli.app, ["cache"]).output
+    rows = [line.split("│")[1:4] for line in out.splitlines() if "│" in line]
+    found = {r[0].split(":")[0].strip(): (r[1].strip(), r[2].strip()) for r in rows}
+    assert found["cpp"] == ("1", "1.0 MiB")
+    assert found["choices"] == ("1", "0.5 MiB")
+    assert found["triton"] == ("0", "0.0 MiB")
+    assert found["all"] == ("2", "1.5 MiB")
+    assert str(tmp_path / "c") in out
+    done = runner.invoke(cli.app, ["cache", "clear", "--older-than", "5"])
+    assert "removed 1 entries, 0.5 MiB; 1 entries left" in done.output
+    assert not (tmp_path / "c" / "choices" / "b.json").exists()
+    assert "removed 1 entries, 1.0 MiB; 0" in runner.invoke(cli.app, ["cache", "clear"]).output

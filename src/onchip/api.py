@@ -25,15 +25,20 @@ from onchip.models.model import Model
 from onchip.models.resolve import moved
 from onchip.planning import assess, machine
 from onchip.planning.assess import EAGER, FUSED, LIBRARY, Compiled, Measured, Outcome
+from onchip.planning.doctor import version
 from onchip.planning.forms import form_of, graph_inputs, library_plan, measure
 from onchip.planning.generators import generator_for
+from onchip.planning.lock import Lock, relevant
 from onchip.planning.peers import quiet
 from onchip.planning.plan import Plan
 from onchip.planning.planner import Planned, Progress, plan
+from onchip.planning.precision import tf32_allowed
 from onchip.planning.relayout import with_channels_last
+from onchip.planning.units import code_version
 from onchip.report import Report
 from onchip.report.build import Facts, build_report
-from onchip.runtime.program import Program
+from onchip.runtime.background import Begun, leaves_no_trace
+from onchip.runtime.program import Begin, Program
 from onchip.runtime.verify import Verification, verify
 from onchip.settings import Settings
 
@@ -62,26 +67,24 @@ def compile(
     On an NVIDIA GPU the program runs as one CUDA graph where that is possible and pays.
     Raises CaptureError if the model can't be captured or its tensors are not all on the CPU or on
     one GPU, InputError if the arguments do not fit it, CacheError if the cache folder can't be
-    written.
+    written, LockError if `settings.lock` names a file that does not fit.
     """
     latest: list[Compiled] = []
     notes: list[str] = []
+    lock = Lock(settings.lock) if settings.lock is not None else None
+
+    begin = _beginner(settings, progress, lock, latest, notes)
 
     def build(
         module: torch.nn.Module, a: tuple[Any, ...], k: dict[str, Any], templates: Templates
     ) -> tuple[Captured, Plan]:
-        check_devices(module, a, k)
-        compiled = _build(module, a, k, templates, settings, progress)
-        latest[:] = [compiled]
-        notes.extend(n for n in compiled.notes if n not in notes)
-        return form_of(compiled)
+        return begin(module, a, k, templates).finish(a, k)
 
     in_force(settings)  # an unknown rule is an error now, not at the first call
     args, kwargs = tuple(args), dict(kwargs or {})
     module = as_module(model)
-    program = Program(module, args, kwargs, build, settings)
+    program = Program(module, args, kwargs, build, settings, lock, begin, notes)
     title = name or type(module).__name__
-    program.notes = notes
     program.compiled = latest
     program.describe = lambda: _report(title, program)
     return program
@@ -114,6 +117,7 @@ def optimize(
         program = compile(
             found.module, found.example_inputs, settings=settings, name=found.name, progress=step
         )
+        program.wait()
         step("verifying against float64", 0, 0)
         with quiet():  # what the program would warn of stands in the report
             verified = verify(program, found.module, found.example_inputs)
@@ -155,26 +159,84 @@ def analyze(
 # ---- one specialisation ------------------------------------------------------------------------
 
 
-def _build(
+def _beginner(
+    settings: Settings,
+    progress: Progress,
+    lock: Lock | None,
+    latest: list[Compiled],
+    notes: list[str],
+) -> Begin:
+    """What captures a program, and plans it when that is asked for; its books go to `latest`."""
+
+    def begin(
+        module: torch.nn.Module, a: tuple[Any, ...], k: dict[str, Any], templates: Templates
+    ) -> Begun:
+        check_devices(module, a, k)
+        start = time.perf_counter()
+        original = capture(module, a, k, templates, "computed_once" in in_force(settings))
+
+        def finish(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Captured, Plan]:
+            compiled = _finish(module, args, kwargs, original, settings, progress, start, lock)
+            latest[:] = [compiled]
+            notes.extend(n for n in compiled.notes if n not in notes)
+            return form_of(compiled)
+
+        return Begun(original, finish)
+
+    return begin
+
+
+def _finish(
     module: torch.nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    templates: Templates,
+    original: Captured,
     settings: Settings,
     progress: Progress,
+    start: float,
+    lock: Lock | None,
 ) -> Compiled:
-    """Capture, plan, and decide which form ships."""
-    start = time.perf_counter()
-    original = capture(module, args, kwargs, templates, "computed_once" in in_force(settings))
+    """Plan what was captured, and decide which form ships."""
+    if lock is None:
+        return _decide(module, args, kwargs, original, settings, progress, start)
+    device = device_of(original, graph_inputs(original, args, kwargs))
+    with lock.deciding(original, _made_with(device, settings)):
+        return _decide(module, args, kwargs, original, settings, progress, start, lock)
+
+
+def _made_with(device: torch.device, settings: Settings) -> dict[str, Any]:
+    """What choices depend on, as a lock file names it."""
+    on_gpu = device.type == "cuda"
+    unused = ("python", "compiler") if on_gpu else ("python",)
+    found: dict[str, Any] = {k: v for k, v in versions().items() if k not in unused}
+    if on_gpu:
+        found |= {k: version(k) or "none" for k in ("triton", "cuda-bindings")}
+        found |= {"driver": machine.driver_version(str(device)), "tf32": str(tf32_allowed())}
+    found |= {"code": code_version()[:16], "device": machine.device_name(str(device))}
+    return {**found, "settings": relevant(settings)}
+
+
+def _decide(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    original: Captured,
+    settings: Settings,
+    progress: Progress,
+    start: float,
+    lock: Lock | None = None,
+) -> Compiled:
     captured = simplify(original, settings)
     inputs = graph_inputs(captured, args, kwargs)
     if generator_for(device_of(captured, inputs), settings).pads_operands:  # the engine's copies
         captured = with_channels_last(captured)
     planned = plan(captured, inputs, settings, progress)
+    if lock is not None:
+        lock.settle(planned)
     notes = ()
     if planned.problem:
         notes = (f"{planned.problem}, so the library runs every operator: see onchip doctor",)
-        warnings.warn(f"onchip: {notes[0]}", stacklevel=6)
+        warnings.warn(f"onchip: {notes[0]}", stacklevel=8)
     progress("comparing with eager", 0, 0)
     outcome = _settle(module, args, kwargs, original, captured, planned, settings)
     notes = (*notes, *planned.notes)
@@ -199,14 +261,16 @@ def _settle(
     a, k = assess.copied(args, kwargs)
     inputs = graph_inputs(captured, a, k)
     device = device_of(captured, inputs)
-    where = f"{machine.device_name(str(device))} {settings.cuda_graph}" * (device.type == "cuda")
+    name = str(device)
+    where = f"{machine.device_name(name)} {machine.driver_version(name)} {settings.cuda_graph}"
 
     def trial(p: Plan) -> Callable[[], object]:
         # made when it is first called: a known outcome needs no second program, weights and all
         program = functools.cache(lambda: Program(module, a, k, lambda *_: (captured, p), settings))
         return lambda: program()(*a, **k)
 
-    with assess.undisturbed(module, inputs):
+    beside_calls = settings.start == "eager" and leaves_no_trace(original)
+    with assess.undisturbed(module, inputs, beside_calls):
         found = assess.settle(
             assess.program_key(original, planned, where),
             lambda: module(*a, **k),

@@ -39,6 +39,10 @@ DeviceOption = Annotated[str, typer.Option(help="cpu or cuda")]
 DtypeOption = Annotated[str | None, typer.Option(help="fp32, bf16, fp16 or fp64")]
 BatchOption = Annotated[int | None, typer.Option(min=1, help="leading axis of the inputs")]
 JsonOption = Annotated[str | None, typer.Option("--json", help="write JSON there; - is stdout")]
+LockOption = Annotated[
+    str | None,
+    typer.Option(help="a file of choices: written if it is not there, else nothing is measured"),
+]
 PeersOption = Annotated[bool, typer.Option("--peers", help="measure other compilers as well")]
 
 DTYPES = {
@@ -58,11 +62,12 @@ def optimize(
     report: Annotated[Path | None, typer.Option(help="write the report as one HTML page")] = None,
     json_path: JsonOption = None,
     peers: PeersOption = False,
+    lock: LockOption = None,
 ) -> None:
     """Analyse, fuse, verify and measure a model; print the benefit table."""
     from onchip.report.text import renderable
 
-    _, found = _optimized(model, device, dtype, batch, peers)
+    _, found = _optimized(model, device, dtype, batch, peers, lock)
     if json_path == "-":
         typer.echo(found.to_json(), nl=False)
     else:
@@ -115,9 +120,10 @@ def why(
     device: DeviceOption = "cpu",
     dtype: DtypeOption = None,
     batch: BatchOption = None,
+    lock: LockOption = None,
 ) -> None:
     """Why two operators are, or are not, in one kernel."""
-    _, found = _optimized(model, device, dtype, batch)
+    _, found = _optimized(model, device, dtype, batch, lock=lock)
     typer.echo(found.why(a, b))
 
 
@@ -130,12 +136,13 @@ def kernels(
     ] = "cpu",
     dtype: DtypeOption = None,
     batch: BatchOption = None,
+    lock: LockOption = None,
 ) -> None:
     """The generated sources; for a GPU that is not here with what they need of it."""
     if device.partition(":")[0] not in ("cpu", "cuda"):
         _print_previews(model, out, device, dtype, batch)
         return
-    program, _ = _optimized(model, device, dtype, batch)
+    program, _ = _optimized(model, device, dtype, batch, lock=lock)
     sources: dict[str, str] = program.sources
     if not sources:
         typer.echo(f"{model}: no kernel was generated, the library runs every operator", err=True)
@@ -202,6 +209,38 @@ def doctor(
     _print(doctor_view(rows))
 
 
+cache_app = typer.Typer(help="The cache of compiled kernels and measured choices.")
+app.add_typer(cache_app, name="cache")
+
+
+@cache_app.callback(invoke_without_command=True)
+def cache(context: typer.Context) -> None:
+    """What the cache holds: entries and bytes by kind, oldest and newest use."""
+    if context.invoked_subcommand is None:
+        from onchip.backends.cache import cache_folder, entries
+        from onchip.report.analysis import cache_view
+
+        _print(cache_view(cache_folder(), entries()))
+
+
+@cache_app.command()
+def clear(
+    older_than: Annotated[
+        float, typer.Option(min=0, metavar="DAYS", help="only what was not used for so long")
+    ] = 0.0,
+) -> None:
+    """Remove entries; what a process is just writing stays."""
+    from onchip.backends.cache import cache_folder, entries
+    from onchip.backends.cache import clear as remove
+
+    gone = remove(older_than * 86400)
+    size = sum(e.nbytes for e in gone) / 2**20
+    left = len(entries())
+    typer.echo(
+        f"{cache_folder()}: removed {len(gone)} entries, {size:,.1f} MiB; {left} entries left"
+    )
+
+
 def main() -> None:
     """Entry point: errors made on purpose are one line on stderr and exit code 2."""
     try:
@@ -215,7 +254,12 @@ def main() -> None:
 
 
 def _optimized(
-    model: str, device: str, dtype: str | None, batch: int | None, peers: bool = False
+    model: str,
+    device: str,
+    dtype: str | None,
+    batch: int | None,
+    peers: bool = False,
+    lock: str | None = None,
 ) -> tuple[Any, Any]:
     """(Program, Report) of api.optimize, with a progress display."""
     import torch
@@ -223,11 +267,13 @@ def _optimized(
     _check_device(device, torch.cuda.is_available())
     kind = _dtype(dtype)
     from onchip import api
+    from onchip.settings import Settings
 
     with _progress() as step:
         return api.optimize(
-            model, device=device, dtype=kind, batch=batch, peers=peers, progress=step
-        )
+            model, device=device, dtype=kind, batch=batch, peers=peers,
+            settings=Settings(lock=lock), progress=step,
+        )  # fmt: skip
 
 
 def _check_device(device: str, gpu: bool) -> None:

@@ -31,6 +31,10 @@ class CacheError(OnchipError):
     """The cache folder can't be used (read-only, full)."""
 
 
+class LockError(OnchipError):
+    """A lock file can't be read or written, or does not fit what is compiled."""
+
+
 class VerificationError(OnchipError):
     """A candidate or a whole program does not agree with its reference."""
 

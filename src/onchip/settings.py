@@ -23,7 +23,13 @@ class Settings:
                       for tests too: kernels run under Triton's interpreter (TRITON_INTERPRET=1),
                       are checked, and ship without being timed
     fuel              apply only the first `fuel` fusions (for bisecting); None: all
-    budget_s          seconds that searching and measuring may take for one specialisation
+    start             "ready": a program is compiled before its first call; "eager": it is captured
+                      then, and the rest is done in the background (`program.wait()` waits for it),
+                      while calls run the original module. Leave its weights alone meanwhile
+    lock              a lock file (planning/lock.py): written if there is none, else every choice
+                      comes from it, and nothing is measured. One file is one program's
+    budget_s          seconds that building and measuring kernels may take for one specialisation;
+                      what is then left out runs as the library's, and the report says so
     threads           CPU threads of generated kernels; 0: as many as PyTorch uses
     cuda_graph        "auto": a program on a GPU runs as one CUDA graph where that is possible and
                       measured faster (`program.graph_coverage` says); "off": never
@@ -44,6 +50,8 @@ class Settings:
     winograd: bool = True
     generator: Literal["auto", "cpp", "triton", "cuda"] = "auto"
     fuel: int | None = None
+    start: Literal["ready", "eager"] = "ready"
+    lock: str | None = None
     budget_s: float = 60.0
     threads: int = 0
     cuda_graph: Literal["auto", "off"] = "auto"

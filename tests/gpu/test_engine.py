@@ -102,7 +102,7 @@ def test_a_program_of_engine_kernels_alone(
     monkeypatch.setenv("ONCHIP_CACHE", str(tmp_path))  # no verdict of another run
     torch.manual_seed(0)
     model, inputs = make()
-    settings = Settings(generator="cuda", budget_s=5.0)
+    settings = Settings(generator="cuda", budget_s=60.0)
     with torch.no_grad():
         planned = planner.plan(capture(model, inputs), list(inputs), settings)
         verdicts = [v for _, _, v, _ in planned.steps_of if v is not None]

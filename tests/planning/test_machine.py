@@ -1,10 +1,12 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from onchip.analysis.roofline import Ceilings
 from onchip.errors import CacheError, CompilerError, OnchipError
+from onchip.fusion.machine import GPUS
 from onchip.planning import machine
 
 FOUND = Ceilings("p", 10.0, {"float32": 20.0}, 3.0, "test", gpu=False)
@@ -24,7 +26,7 @@ def test_measured_once_and_kept(counted, tmp_path):
     assert len(counted) == 1
     machine.measure(refresh=True)
     assert len(counted) == 2
-    assert len(list(tmp_path.glob("machine-*.json"))) == 1
+    assert len(list(tmp_path.glob("ceilings/*.json"))) == 1
 
 
 def test_other_threads_are_another_machine(counted, monkeypatch):
@@ -37,7 +39,7 @@ def test_other_threads_are_another_machine(counted, monkeypatch):
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"load": 0, "ceilings": {"x": 1}}'])
 def test_a_damaged_file_is_measured_again(counted, tmp_path, text):
     machine.measure()
-    (path,) = tmp_path.glob("machine-*.json")
+    (path,) = tmp_path.glob("ceilings/*.json")
     path.write_text(text)
     assert machine.measure() == FOUND
     assert len(counted) == 2
@@ -81,3 +83,30 @@ def test_multiply_adds_of_one_thread_and_without_a_compiler(monkeypatch):
 
     monkeypatch.setattr(machine, "build", missing)
     assert machine._multiply_add_rate() == 0.0
+
+
+def test_the_drivers_version_is_part_of_what_a_gpus_choices_depend_on(monkeypatch, tmp_path):
+    from onchip.planning.generators import cuda, triton
+
+    text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n"
+    (tmp_path / "version").write_text(text)
+    monkeypatch.setattr(machine, "_DRIVER", tmp_path / "version")
+    machine.driver_version.cache_clear()
+    assert machine.driver_version("cuda:0") == "570.86.15"
+    assert machine.driver_version("cpu") == ""
+    gpu, device = GPUS["h200"], torch.device("cuda:0")
+    made = [replace(g, device=device) for g in (triton.for_gpu(gpu), cuda.for_gpu(gpu, alone=True))]
+    before = [g.key for g in made]
+    for module in (triton, cuda):
+        monkeypatch.setattr(module, "driver_version", lambda device: "580.1.2")
+    assert all(g.key != old for g, old in zip(made, before, strict=True))
+    machine.driver_version.cache_clear()
+
+
+def test_a_choice_for_one_processor_is_not_taken_on_another(monkeypatch):
+    from onchip.planning.generators import cpp
+    from onchip.settings import Settings
+
+    before = cpp.for_cpu(Settings()).key
+    monkeypatch.setattr(cpp, "device_name", lambda: "another processor")
+    assert cpp.for_cpu(Settings()).key != before

@@ -50,12 +50,13 @@ def test_isomorphic_regions_share_their_kernels(tmp_path, monkeypatch, written):
     monkeypatch.setenv("ONCHIP_CACHE", str(tmp_path))
     # the outcome of timing is not the point here: the kernel runs in any case
     monkeypatch.setattr(decide, "tune", lambda *_: Verdict("kernel", 0))
+    monkeypatch.setattr(decide, "most_sources", lambda *_: 0)  # one kernel for each kind
     net, x = Twins().eval(), torch.randn(1, 16, 9, 11).to(memory_format=torch.channels_last)
     captured = capture(net, (x,))
 
     def run():
         del written[:]
-        planned = planner.plan(captured, [x], Settings(budget_s=1.0))
+        planned = planner.plan(captured, [x], Settings(budget_s=600.0))
         steps = [s for s in planned.plan.steps if isinstance(s, KernelStep)]
         program = Program(net, (x,), {}, lambda *_: (captured, planned.plan), Settings())
         with torch.no_grad():
@@ -85,13 +86,14 @@ class Addressed(nn.Module):
 def test_what_as_strided_reads_is_left_to_pytorch(tmp_path, monkeypatch):
     monkeypatch.setenv("ONCHIP_CACHE", str(tmp_path))
     monkeypatch.setattr(decide, "tune", lambda *_: Verdict("kernel", 0))
+    monkeypatch.setattr(decide, "most_sources", lambda *_: 0)  # one kernel for each kind
     inputs = [
         torch.randn(2, 4, 3, 3).to(memory_format=torch.channels_last),
         torch.randn(2, 4, 3, 3).to(memory_format=torch.channels_last),
     ]
     net = Addressed()
     captured = capture(net, tuple(inputs))
-    planned = planner.plan(captured, inputs, Settings(budget_s=1.0))
+    planned = planner.plan(captured, inputs, Settings(budget_s=600.0))
     fused = [n.name for s in planned.plan.steps if isinstance(s, KernelStep) for n in s.nodes]
     assert fused == ["relu_1", "roll_1"]
     refused = {d.edge: d.rule for d in planned.decisions if not d.fused}

@@ -29,7 +29,7 @@ def full() -> Report:
             1.2e-7, 3.4e-7, (LedgerEntry("rounding_removed", "a -> b", "kept in float32", 1e-8),)
         ),
         plan=PlanSummary(110.0, 100.0, 0.1),
-        compile=CompileSummary(1.5, 2, 0),
+        compile=CompileSummary(1.5, 2, 0, 3, 0.01875, 18_750),
         cuda_graph=GraphCoverage(
             False,
             "no CUDA graph: drop can't be part of one",

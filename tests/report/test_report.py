@@ -16,7 +16,8 @@ CONTRACT = {  # what docs/json.md promises
     "fused": "launches accesses dram_bytes flops intensity latency_us",
     "numerics": "error eager_error ledger",
     "plan": "predicted_us lower_bound_us gap",
-    "compile": "seconds kernels_built kernels_reused",
+    "compile": "seconds kernels_built kernels_reused kernels_left_out seconds_per_us_saved "
+    "pays_off_after",
     "kernels": "name ops backend choice dram_bytes flops predicted_us measured_us registers "
     "spills shared_bytes occupancy code_bytes compile_s",
     "cuda_graph": "graphed text blockers launched_us replayed_us copied_us branches row_us "

@@ -2,6 +2,7 @@
 what a graph does. Which graph serves a call, what is copied, and what is never overwritten."""
 
 import gc
+import json
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from onchip.analysis.record import Blocker
 from onchip.backends.nvidia import launcher
 from onchip.planning.recording import Recording
-from onchip.runtime import graphs
+from onchip.runtime import graph_choice, graphs
 from onchip.runtime.blockers import find_blockers
 from onchip.runtime.graphs import Graphs
 from onchip.runtime.weights import Snapshot
@@ -519,3 +520,49 @@ def test_an_operator_that_cannot_be_recorded_is_named(prepared, monkeypatch):
     assert "not permitted when stream is capturing" in found.reason
     assert not made.coverage.graphed
     assert made.run((x, y), entry.weights.current(), 0) is None
+
+
+@pytest.mark.parametrize(
+    ("form", "times", "race"),
+    [
+        ("branches", (100.0, 10.0, 20.0), (100.0, 50.0)),
+        ("row", (100.0, 10.0, 20.0), (50.0, 100.0)),
+        ("row", (100.0, 10.0, 99.9), (50.0, 100.0)),  # not with inputs copied
+        ("row", (10.0, 10.0, 10.0), (50.0, 100.0)),  # no graph
+        ("early", (100.0, 10.0, 20.0), (50.0, 100.0)),
+    ],
+)
+def test_a_choice_is_repeated_without_timing(prepared, monkeypatch, form, times, race):
+    x = torch.rand(4, 3)
+    choice = json.loads(json.dumps(prepared(forking(), (x,), times, race).graphs.choice))
+    if form == "early":  # the library's program has no kernels that could
+        choice["form"] = "early"
+    entry = prepared(forking(), (x,))
+    entry.graphs = again = Graphs(
+        entry.captured, entry.plan, entry.executable, CPU, entry.mutated, entry.mutated_constants
+    )
+    monkeypatch.setattr(graphs, "_medians", lambda *_: pytest.fail("it is timed"))
+    again.prepare((x,), entry.weights.current(), choice)
+    assert again.choice == choice
+    assert choice["form"] == form
+    assert (again.executable.streams > 1, again.executable.early) == (
+        form == "branches", form == "early",
+    )  # fmt: skip
+    assert again.copying == (times[2] < 0.98 * times[0])
+    same(entry.captured.module.total, torch.zeros(()))  # neither inputs nor buffers change
+    mirror = forking()
+    for k in range(4):
+        got = call(entry, x)
+        assert (got is None) == (times[1] == times[0] or (not again.copying and k == 0))
+        for p, q in zip(got or (), mirror(x) if got else (), strict=True):
+            same(p, q)
+
+
+def test_a_choice_names_operators_that_hinder_without_places_in_files(prepared):
+    x = torch.rand(4, 3)
+    first = prepared(Fn(lambda s, x: torch.bernoulli(x)), (x,)).graphs
+    assert first.coverage.blockers[0].origin
+    text = json.dumps(first.choice)
+    assert "test_graphs" not in text
+    again = graph_choice.covered(json.loads(text), first.captured)
+    assert again == first.coverage

@@ -301,7 +301,7 @@ def _composed_weight(found: Layer, r: Pool, known: list[_Composed]) -> tuple[Ten
             exact = exact.unflatten(0, (found.groups, -1)).transpose(1, 2).flatten(0, 1)
         for d, p in enumerate(known):
             m = _matrix(p.rows, exact, False)
-            exact = torch.tensordot(m, exact, ([1], [2 + d])).movedim(0, 2 + d)
+            exact = torch.tensordot(m, exact.movedim(2 + d, 0), 1).movedim(0, 2 + d)
         return exact
 
     shape = (found.features, found.x.shape[1] // found.groups, *(len(p.rows) for p in known))

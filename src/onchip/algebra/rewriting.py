@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -120,7 +120,7 @@ def _strides(call: LibraryCall) -> tuple[int, ...]:
     values = {}
     for t in call.tensors():
         dense = torch.empty(t.shape, dtype=torch_type(t.dtype), device="meta")
-        strides = t.tag.get("strides") or dense.stride()
+        strides = cast(tuple[int, ...], t.tag.get("strides") or dense.stride())
         values[t] = torch.empty_strided(t.shape, strides, dtype=dense.dtype, device="meta")
     return tuple(schema.call(call, values)[0].stride())
 
@@ -184,7 +184,8 @@ def _givens(s: Tensor, inner: dict[Tensor, Exact]) -> tuple[Tensor, ...]:
 def _dense(shape: tuple[int, ...], like: Tensor | None) -> tuple[int, ...]:
     if like is None or like.tag.get("strides") is None:
         return torch.empty(shape, device="meta").stride()
-    given = torch.empty_strided(shape, like.tag["strides"], device="meta")
+    strides = cast(tuple[int, ...], like.tag["strides"])
+    given = torch.empty_strided(shape, strides, device="meta")
     return torch.empty_like(given, memory_format=torch.preserve_format).stride()
 
 

@@ -61,6 +61,7 @@ class Rule(Enum):
         Family.OVER_BUDGET,
         "the compiler makes the kernel's matrix products wait for each other",
     )
+    NO_TIME = (Family.OVER_BUDGET, "Settings.budget_s left no time to measure a kernel")
     TOO_LARGE = (Family.OVER_BUDGET, "the kernel would be too long to compile and to cache")
 
     @property

@@ -30,8 +30,8 @@ from onchip.ir.graph import Node
 from onchip.planning.plan import LibraryStep, Plan
 from onchip.planning.planner import Planned
 from onchip.planning.recording import Recording, record
-from onchip.planning.timing import HOST, Clock, Timed, clock_for, measurably_slower, samples
-from onchip.planning.tuner import load_record, store_record
+from onchip.planning.records import about_to_measure, load_record, store_record
+from onchip.planning.timing import HOST, Clock, Timed, clock_for, measurably_slower, rounds, samples
 from onchip.planning.values import run_eagerly
 
 Call = Callable[[], object]
@@ -39,6 +39,8 @@ Call = Callable[[], object]
 FUSED, LIBRARY, EAGER = "fused", "library", "eager"
 RACE_S = 2.0  # seconds that one comparison of two forms may take, beyond its first rounds
 FIRST_ROUNDS, MOST_ROUNDS = 5, 25
+# A form that takes so much less in each of these rounds needs no more of them.
+CLEAR_ROUNDS, CLEAR_SHARE = 2, 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,7 @@ def settle(
             return Outcome(**known)
     except (KeyError, TypeError):
         pass  # damaged: time it again
+    about_to_measure("which form of the program ships")
     found = race(eager, fused, library, budget_s, clock)
     store_record(key, asdict(found))
     return found
@@ -173,13 +176,22 @@ def _loses(
     mine: Call, other: Call, budget_s: float, clock: Clock
 ) -> tuple[bool, tuple[float, float]]:
     """Whether `mine` is measurably slower, and both medians in microseconds. A few rounds if they
-    show no loss, more if they do."""
+    show no loss, fewer if they show a clear gain, more if they show a loss."""
     end = time.perf_counter() + budget_s
-    a, b = samples([mine, other], 0.0, least=FIRST_ROUNDS, clock=clock)
+    ready = [clock.ready(f) for f in (mine, other)]
+    a, b = rounds(ready, CLEAR_ROUNDS)
+    if max(a) > CLEAR_SHARE * min(b):
+        a, b = _more(a, b, ready, FIRST_ROUNDS - CLEAR_ROUNDS)
     while measurably_slower(a, b) and len(a) < MOST_ROUNDS and time.perf_counter() < end:
-        more_a, more_b = samples([mine, other], 0.0, least=FIRST_ROUNDS, clock=clock)
-        a, b = a + more_a, b + more_b
+        a, b = _more(a, b, ready, FIRST_ROUNDS)
     return measurably_slower(a, b), (statistics.median(a) * 1e6, statistics.median(b) * 1e6)
+
+
+def _more(
+    a: list[float], b: list[float], ready: Sequence[Timed], count: int
+) -> tuple[list[float], list[float]]:
+    more_a, more_b = rounds(ready, count)
+    return a + more_a, b + more_b
 
 
 def program_key(original: Captured, planned: Planned, where: str = "") -> str:
@@ -217,9 +229,16 @@ def copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
 
 
 @contextlib.contextmanager
-def undisturbed(module: torch.nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Iterator[None]:
+def undisturbed(
+    module: torch.nn.Module, inputs: Sequence[torch.Tensor] = (), traceless: bool = False
+) -> Iterator[None]:
     """No gradients inside; afterwards the module's buffers and the random state are as before, that
-    of the inputs' GPU too."""
+    of the inputs' GPU too. traceless: running it changes neither, so they are left alone (another
+    thread may go on with them)."""
+    if traceless:
+        with torch.no_grad():
+            yield
+        return
     saved = [(b, b.detach().clone()) for b in module.buffers()]
     with torch.no_grad(), torch.random.fork_rng(devices=gpus(module, inputs)):
         try:

@@ -4,7 +4,7 @@ whose fused kernel loses is cut in two if that is faster."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,7 +13,8 @@ from onchip.capture.captured import Captured
 from onchip.capture.schema import is_view
 from onchip.fusion.partition import Group, Partitioner
 from onchip.ir.graph import Node
-from onchip.planning.candidates import Context
+from onchip.planning.building import BUILD_SHARE, build_within
+from onchip.planning.candidates import Candidate, Context
 from onchip.planning.cut import (
     DEPTH,
     LEAST_GAIN,
@@ -27,6 +28,7 @@ from onchip.planning.isolation import Isolation
 from onchip.planning.library import Step as LibraryForm
 from onchip.planning.library import aten_steps, onednn_steps, run_of
 from onchip.planning.plan import Kernel, KernelStep, Step
+from onchip.planning.records import about_to_measure
 from onchip.planning.relayout import relayout_cut
 from onchip.planning.timing import Clock, clock_for, fastest
 from onchip.planning.tuner import (
@@ -36,7 +38,7 @@ from onchip.planning.tuner import (
     store_verdict,
     tune,
 )
-from onchip.planning.units import Unit, find_units, most_sources
+from onchip.planning.units import Unit, find_units, most_sources, work
 from onchip.planning.values import Values, run_eagerly
 from onchip.settings import Settings
 
@@ -68,8 +70,9 @@ class Choice:
             case Verdict(kind="kernel", index=i) if self.kernel is not None:
                 c, name = self.unit.candidates[i], self.unit.region.name
                 step = KernelStep(
-                    name, self.kernel, c.inputs, c.outputs, c.derived, nodes, c.workspace, c.waits
-                )
+                    name, self.kernel, c.inputs, c.outputs, c.derived, nodes, c.workspace, c.waits,
+                    c.source.text,
+                )  # fmt: skip
                 return (step,)
             case Verdict(kind="onednn") if self.onednn:
                 return self.onednn
@@ -136,6 +139,8 @@ class Decider:
         """The choices for each group. most: kernels worth compiling beyond one for each kind;
         depth: how often a part may be cut again."""
         units, known = find_units(groups, self.partitioner, self.generator, self.context, most)
+        if depth < DEPTH:  # parts get one kernel each, whatever the budget
+            units = [replace(u, left_out=0) for u in units]
         forms = {u: self._onednn(u) for u in units}
         for u in units:
             if forms[u] and u.key not in known and (v := load_verdict(u.key)) is not None:
@@ -202,32 +207,50 @@ class Decider:
         """A verdict for every kind of region, from the cache or by building and timing."""
         kinds = {u.key: u for u in reversed(units) if u.candidates or forms[u]}
         unknown = [k for k in kinds if k not in known]
-        places = [(k, i) for k, u in kinds.items() for i in u.candidates]
-        self.progress("building kernels", 0, len(places))
-        if self.isolation is not None and any(k in unknown for k, _ in places):
-            self.isolation.prepare()
-        made = self.generator.build_all([kinds[k].candidates[i] for k, i in places])
-        built = dict(zip(places, made, strict=True))
-        new = {}
-        for n, k in enumerate(unknown):
-            self.progress("measuring", n, len(unknown))
-            new[k] = self._measure(
-                kinds[k],
-                {i: built[k, i] for i in kinds[k].candidates},
-                forms,
-                min(self.settings.budget_s / len(unknown) / 2, MEASURE_S),
-            )
-            store_verdict(k, new[k])
+        unknown.sort(key=lambda k: -work(kinds[k].region))  # if time runs out, for the lightest
+        if unknown:
+            about_to_measure(f"how {kinds[unknown[0]].region.name} runs (region {unknown[0]})")
+            if self.isolation is not None:
+                self.isolation.prepare()
+        built = build_within(
+            self.generator,
+            [((k, i), c) for k in kinds if k in known for i, c in kinds[k].candidates.items()],
+            _by_turns({k: kinds[k] for k in unknown}),
+            self.start + self.settings.budget_s * BUILD_SHARE,
+            lambda done, total: self.progress("building kernels", done, total),
+        )
+        new = self._measured({k: kinds[k] for k in unknown}, built, forms)
         out: dict[str, tuple[Verdict, Built | None]] = {}
         for k, v in {**known, **new}.items():
             b = built.get((k, v.index)) if v.kind == "kernel" else None
             if isinstance(b, Failure):
                 v, b = Verdict("library", refused=((str(b), "could not be built"),)), None
             out[k] = (v, b)
-        good = [b for b in made if not isinstance(b, Failure)]
+        good = [b for b in built.values() if not isinstance(b, Failure)]
         self.built += sum(not b.reused for b in good)
         self.reused += sum(b.reused for b in good)
         return out
+
+    def _measured(
+        self,
+        unknown: Mapping[str, Unit],
+        built: Mapping[tuple[str, int], Built | Failure],
+        forms: dict[Unit, tuple[LibraryForm, ...]],
+    ) -> dict[str, Verdict]:
+        """Verdicts by timing what was built, as far as the budget goes."""
+        new = {}
+        for n, (k, u) in enumerate(unknown.items()):
+            self.progress("measuring", n, len(unknown))
+            mine = {i: built[k, i] for i in u.candidates if (k, i) in built}
+            late = time.perf_counter() - self.start > self.settings.budget_s
+            if late or not (mine or forms[u]):
+                new[k] = _left_out(u)
+                store_verdict(k, new[k], lasting=False)
+                continue
+            seconds = min(self.settings.budget_s / len(unknown) / 2, MEASURE_S)
+            new[k] = self._measure(u, mine, forms, seconds)
+            store_verdict(k, new[k])
+        return new
 
     def _measure(
         self,
@@ -241,9 +264,10 @@ class Decider:
             for i, b in built.items()
         }
         constants, values = self.partitioner.constants, self.values
+        candidates = {i: u.candidates[i] for i in kernels}
         found = tune(
             u.region,
-            u.candidates,
+            candidates,
             kernels,
             forms[u],
             constants,
@@ -252,7 +276,8 @@ class Decider:
             self.clock,
             self.isolation,
         )
-        return replace(found, refused=(*found.refused, *u.refused))
+        left_out = u.left_out + len(u.candidates) - len(candidates)
+        return replace(found, refused=(*found.refused, *u.refused), left_out=left_out)
 
     # -- parts of groups
 
@@ -325,6 +350,21 @@ class Decider:
             for i, c in enumerate(whole)
         }
         return [of.get(c, [c]) for c in found]
+
+
+def _by_turns(kinds: Mapping[str, Unit]) -> list[tuple[tuple[str, int], Candidate]]:
+    """The first candidate of each kind of region, heaviest kinds first; then the second ones..."""
+    turns = [
+        (turn, -work(u.region), (k, i))
+        for k, u in kinds.items()
+        for turn, i in enumerate(u.candidates)
+    ]
+    return [((k, i), kinds[k].candidates[i]) for _, _, (k, i) in sorted(turns)]
+
+
+def _left_out(u: Unit) -> Verdict:
+    """The library runs what there was no time to measure."""
+    return Verdict("library", left_out=u.left_out + len(u.candidates))
 
 
 def halves(choice: Choice, cut: Cut | Verdict) -> tuple[Group, Group]:

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from onchip.analysis.roofline import Ceilings
-from onchip.backends.cpp.compiler import cache_folder, compiler_version
+from onchip.backends.cache import cache_folder, entries
+from onchip.backends.cpp.compiler import compiler_version
 from onchip.backends.cuda import build as cuda
 from onchip.backends.cuda.source import CudaSource, Pointer
 from onchip.backends.nvidia.launcher import driver
@@ -162,8 +163,9 @@ def _cache() -> Row:
 
 
 def _contents(folder: Path) -> str:
-    files = [f.stat().st_size for f in folder.rglob("*") if f.is_file()]
-    return f"{folder}: {len(files)} files, {sum(files) / 2**20:.1f} MiB"
+    found = entries()
+    size = sum(e.nbytes for e in found) / 2**20
+    return f"{folder}: {len(found)} entries, {size:.1f} MiB"
 
 
 def _optional(name: str, gives: str) -> Row:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import os
 import platform
@@ -15,13 +16,16 @@ from pathlib import Path
 import torch
 
 from onchip.analysis.roofline import Ceilings
-from onchip.backends.cpp.compiler import build, cache_folder
-from onchip.errors import CacheError, CompilerError, OnchipError
+from onchip.backends.cache import folder_of, read_json, store
+from onchip.backends.cpp.compiler import build
+from onchip.errors import CompilerError, OnchipError
 
 _VERSION = 3  # of the stored form and of the way of measuring
+_DRIVER = Path("/proc/driver/nvidia/version")
 _GPU_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+@functools.cache
 def device_name(device: str = "cpu") -> str:
     """The processor's own name: "AMD EPYC 9B14", "NVIDIA H200"."""
     if torch.device(device).type == "cuda":
@@ -33,6 +37,20 @@ def device_name(device: str = "cpu") -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+@functools.cache
+def driver_version(device: str = "cpu") -> str:
+    """Of the GPU's driver: "570.86.15", or the CUDA version that it is for where the system does
+    not say more; "" for a CPU."""
+    if torch.device(device).type != "cuda":
+        return ""
+    try:  # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu ..."
+        words = _DRIVER.read_text().split()
+        return next(w for w in words if w[0].isdigit() and w.count(".") >= 1)
+    except (OSError, StopIteration):
+        asked = getattr(torch._C, "_cuda_getDriverVersion", lambda: "unknown")  # no CUDA in torch
+        return f"for CUDA {asked()}"
 
 
 def measure(device: str = "cpu", refresh: bool = False) -> Ceilings:
@@ -61,30 +79,24 @@ def measure(device: str = "cpu", refresh: bool = False) -> Ceilings:
 
 
 def _path(device: str) -> Path:
-    key = (_VERSION, device_name(device), torch.get_num_threads(), torch.__version__)
-    return cache_folder() / f"machine-{sha256(repr(key).encode()).hexdigest()[:16]}.json"
+    where = (device_name(device), driver_version(device))
+    key = (_VERSION, *where, torch.get_num_threads(), torch.__version__)
+    return folder_of("ceilings") / f"{sha256(repr(key).encode()).hexdigest()[:16]}.json"
 
 
 def _read(path: Path) -> Ceilings | None:
     """The stored ceilings; None (measure again) if there are none, if the file is damaged, or if
     they were measured on a machine twice as busy as it is now."""
     try:
-        stored = json.loads(path.read_text())
+        stored = read_json(path) or {}
         busy = stored["load"] > torch.get_num_threads() and _load() < stored["load"] / 2
         return None if busy else Ceilings(**stored["ceilings"])
-    except (OSError, ValueError, TypeError, KeyError):
+    except (TypeError, KeyError):
         return None
 
 
 def _write(path: Path, found: Ceilings) -> None:
-    part = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        part.write_text(json.dumps({"load": _load(), "ceilings": asdict(found)}, indent=1))
-        part.replace(path)
-    except OSError as error:
-        raise CacheError(
-            f"{path} can't be written ({error.strerror}); set ONCHIP_CACHE to a writable folder"
-        ) from error
+    store(path, json.dumps({"load": _load(), "ceilings": asdict(found)}, indent=1).encode())
 
 
 def _best_us(run: Callable[[], object], tries: int, calls: int = 1) -> float:

@@ -92,7 +92,8 @@ class CallStep:
 class KernelStep:
     """One call of a generated kernel. `nodes` are the operators it computes; `workspace` is memory
     of the step's own, whose pointers follow the outputs'. waits: it may start before the GPU's work
-    so far is done (launcher.early_starts), since it waits for that by itself."""
+    so far is done (launcher.early_starts), since it waits for that by itself. text: what was
+    generated."""
 
     name: str
     kernel: Kernel
@@ -102,6 +103,7 @@ class KernelStep:
     nodes: tuple[Node, ...] = ()
     workspace: tuple[Workspace, ...] = ()
     waits: bool = False
+    text: str = ""
 
 
 Step = LibraryStep | CallStep | KernelStep

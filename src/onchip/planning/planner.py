@@ -135,6 +135,9 @@ def _inside(c: Choice, p: Node, n: Node) -> Decision:
         return Decision(NO_EDGE, True, "", "fused", "one library call (oneDNN)", v.costs)
     if v.kernel_us is None and not v.refused and c.unit.refusal is not None:
         return _refused(c.unit.refusal)
+    if v.left_out and v.library_us is None and not v.refused:
+        variants = f"{v.left_out} variants" if v.left_out > 1 else "1 variant"
+        return _refused(Refusal(Rule.NO_TIME, c.unit.region.name, f"{variants} left out"))
     rule = Rule.LIBRARY_BETTER if v.kernel_us is not None else Rule.WRONG
     why = "; ".join(r[1] for r in v.refused)
     return _refused(Refusal(rule, c.unit.region.name, why, dict(v.costs)))

@@ -137,6 +137,11 @@ def samples(
     return _rounds([clock.ready(f) for f in functions], budget_s, most, least, settle)
 
 
+def rounds(timed: Sequence[Timed], count: int) -> list[list[float]]:
+    """Seconds of each in so many rounds."""
+    return _rounds(timed, 0.0, least=count)
+
+
 def _rounds(
     timed: Sequence[Timed], budget_s: float, most: int = 50, least: int = 3, settle: bool = False
 ) -> list[list[float]]:

@@ -3,17 +3,11 @@ timed against the library; the fastest is chosen."""
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from onchip.backends.cpp.compiler import cache_folder
 from onchip.backends.nvidia.source import Workspace
 from onchip.errors import CompilerError, InternalError, OnchipError
 from onchip.fusion.refusal import Refusal, Rule
@@ -24,6 +18,7 @@ from onchip.planning.isolation import Isolation, Spec
 from onchip.planning.library import Step, aten_steps, planted, run_of
 from onchip.planning.plan import CallStep, Kernel
 from onchip.planning.precision import TF32_TOLERANCE
+from onchip.planning.records import load_record, store_record
 from onchip.planning.timing import HOST, Clock, fastest
 from onchip.planning.values import Values
 
@@ -45,6 +40,7 @@ class Verdict:
     split_us    the two parts' time, if a cut was tried; cut: places of the first part's operators
     times_us    every generated kernel that was timed, by its choice
     refused     candidates that were not timed: (choice, why)
+    left_out    variants for which the budget left no time
     """
 
     kind: str
@@ -57,6 +53,7 @@ class Verdict:
     cut: tuple[int, ...] = ()
     times_us: dict[str, float] = field(default_factory=dict)
     refused: tuple[tuple[str, str], ...] = ()
+    left_out: int = 0
 
     @property
     def best_us(self) -> float | None:
@@ -322,43 +319,19 @@ def difference(got: torch.Tensor, expected: torch.Tensor, least: float = 0.0) ->
 # ---- verdicts are kept between processes -------------------------------------------------------
 
 
-def verdict_path(key: str) -> Path:
-    return cache_folder() / "choices" / f"{key}.json"
-
-
 def load_verdict(key: str) -> Verdict | None:
     """The stored verdict; None if there is none or it can't be read (it is measured again)."""
     raw = load_record(key)
     if raw is None:
         return None
     try:
-        refused = tuple(tuple(r) for r in raw["refused"])
-        return Verdict(**{**raw, "refused": refused, "cut": tuple(raw["cut"])})
-    except (TypeError, KeyError):
+        refused = tuple((str(choice), str(why)) for choice, why in raw["refused"])
+        found = Verdict(**{**raw, "refused": refused, "cut": tuple(raw["cut"])})
+    except (TypeError, KeyError, ValueError):
         return None
+    known = hasattr(found, f"{found.kind}_us") and isinstance(found.index, int)
+    return found if known else None
 
 
-def store_verdict(key: str, verdict: Verdict) -> None:
-    store_record(key, asdict(verdict))
-
-
-def load_record(key: str) -> dict[str, Any] | None:
-    """What was stored under `key`; None if there is nothing or it can't be read."""
-    try:
-        raw = json.loads(verdict_path(key).read_text())
-        return raw if isinstance(raw, dict) else None
-    except (OSError, ValueError):
-        return None
-
-
-def store_record(key: str, record: dict[str, Any]) -> None:
-    """Written whole or not at all; a cache that can't be written only costs time later."""
-    path = verdict_path(key)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "w") as f:
-            json.dump(record, f)
-        os.replace(temporary, path)
-    except OSError:
-        return
+def store_verdict(key: str, verdict: Verdict, lasting: bool = True) -> None:
+    store_record(key, asdict(verdict), lasting)

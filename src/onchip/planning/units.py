@@ -25,6 +25,7 @@ from onchip.fusion.signature import numbered
 from onchip.ir.expr import Tensor
 from onchip.planning.candidates import Candidate, Context
 from onchip.planning.generators import Generator
+from onchip.planning.records import describe
 from onchip.planning.tuner import Verdict, load_verdict
 from onchip.settings import Settings
 
@@ -38,7 +39,8 @@ FLOPS_PER_BYTE = 8
 class Unit:
     """One group of the partition. candidates: kernels that may run it, by the number that their
     verdict knows them by; refusal: why there can't be any; refused: variants that were chosen and
-    could not be written, as a Verdict has them."""
+    could not be written, as a Verdict has them; left_out: variants beyond what is worth compiling.
+    """
 
     group: Group
     region: Region
@@ -46,6 +48,7 @@ class Unit:
     candidates: Mapping[int, Candidate]
     refusal: Refusal | None
     refused: tuple[tuple[str, str], ...] = ()
+    left_out: int = 0
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -88,7 +91,8 @@ def find_units(
         text, tensors = numbered(region, context.strides, context.constants)
         # an operator may be the library's for its place in the graph: another kind, then
         text = f"library only\n{text}" if g.opaque else text
-        places.append((g, region, _key(text, generator), tensors))
+        places.append((g, region, key := _key(text, generator), tensors))
+        describe(key, region.name)
     kinds, known = _kinds(places, generator, context)
     limits = _limits(kinds, known, [key for _, _, key, _ in places], most)
     written: dict[str, _Written] = {}
@@ -102,7 +106,8 @@ def find_units(
             continue
         found = written.get(k, _Written())
         moved = _moved(found.candidates, kinds.get(k), region, tensors)
-        units.append(Unit(g, region, k, moved, found.refusal, found.refused))
+        left_out = len(kinds[k].variants) - limits[k] if k in limits else 0
+        units.append(Unit(g, region, k, moved, found.refusal, found.refused, left_out))
     return units, known
 
 
@@ -204,12 +209,12 @@ def _launches_nothing(group: Group) -> bool:
 
 def _key(text: str, generator: Generator) -> str:
     machine = repr(generator.machine)
-    parts = [text, machine, torch.__version__, _code_version(), generator.name, *generator.key]
+    parts = [text, machine, torch.__version__, code_version(), generator.name, *generator.key]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
 @functools.cache
-def _code_version() -> str:
+def code_version() -> str:
     """Hash of the sources that decide what candidates there are."""
     h = hashlib.sha256()
     root = Path(onchip.__file__).parent

@@ -1,8 +1,10 @@
-"""What `onchip analyze` and `onchip doctor` print."""
+"""What `onchip analyze`, `onchip doctor` and `onchip cache` print."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -11,6 +13,7 @@ from rich.text import Text
 
 from onchip.analysis.roofline import Bound, Ceilings
 from onchip.analysis.summary import Analysis, OperatorRow
+from onchip.backends.cache import KINDS, MOST_BYTES, Entry
 from onchip.report.text import UNKNOWN, count, improvement, quantity, time
 
 
@@ -121,3 +124,23 @@ def doctor_view(rows: Sequence[tuple[str, str, str]]) -> Table:
     for item, found, advice in rows:
         table.add_row(escape(item), escape(found), escape(advice))
     return table
+
+
+def cache_view(folder: Path, found: Sequence[Entry]) -> Group:
+    """Entries and bytes by kind, with the oldest and the newest use."""
+    table = Table("kind", "entries", "size", "last used, oldest", "newest", title_justify="left")
+    for kind, text in KINDS.items():
+        mine = [e for e in found if e.kind == kind]
+        table.add_row(f"{kind}: {text}", *_facts(mine))
+    table.add_section()
+    table.add_row("all", *_facts(found))
+    kept = f"least recently used entries go beyond {MOST_BYTES / 2**30:.0f} GiB"
+    end = "onchip cache clear [--older-than DAYS] removes"
+    return Group(Text(str(folder)), table, Text(f"{kept}; {end}"))
+
+
+def _facts(found: Sequence[Entry]) -> tuple[str, str, str, str]:
+    times = [datetime.fromtimestamp(e.used).isoformat(" ", "minutes") for e in found]
+    size = f"{sum(e.nbytes for e in found) / 2**20:,.1f} MiB"
+    oldest, newest = (min(times), max(times)) if times else (UNKNOWN, UNKNOWN)
+    return str(len(found)), size, oldest, newest

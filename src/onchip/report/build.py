@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -68,12 +69,26 @@ def build_report(facts: Facts, compiled: Compiled, measured: Measured | None) ->
         ),
         numerics=Numerics(facts.error, facts.eager_error, tuple(_ledger(compiled))),
         plan=PlanSummary(_sum(k.predicted_us for k in kernels)),
-        compile=CompileSummary(compiled.seconds, compiled.planned.built, compiled.planned.reused),
+        compile=compile_summary(compiled, eager_us, program_us),
         cuda_graph=facts.coverage or GraphCoverage(),
         kernels=kernels,
         decisions=tuple(_decisions(compiled)),
         notes=(*facts.notes, *_notes(compiled), *(measured.notes if measured else ())),
     )
+
+
+def compile_summary(
+    compiled: Compiled, eager_us: float | None, program_us: float | None
+) -> CompileSummary:
+    """What compiling took, and what for."""
+    planned = compiled.planned
+    verdicts = {u.key: v for _, u, v, _ in planned.steps_of if v is not None}
+    left_out = sum(v.left_out for v in verdicts.values())
+    each = pays = None
+    if eager_us is not None and program_us is not None and program_us < eager_us:
+        each = compiled.seconds / (eager_us - program_us)
+        pays = math.ceil(each * 1e6)
+    return CompileSummary(compiled.seconds, planned.built, planned.reused, left_out, each, pays)
 
 
 def _fused_launch_us(facts: Facts, measured: Measured | None) -> float | None:

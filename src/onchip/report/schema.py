@@ -124,6 +124,11 @@ REPORT: Schema = _object(
         seconds=_maybe("number", "wall-clock seconds"),
         kernels_built=_maybe("integer", "compiled now"),
         kernels_reused=_maybe("integer", "taken from the cache"),
+        kernels_left_out=_maybe("integer", "variants for which the budget left no time"),
+        seconds_per_us_saved=_maybe(
+            "number", "seconds for each microsecond a call saves; null: it saves none"
+        ),
+        pays_off_after=_maybe("integer", "calls that save as much time as compiling took"),
     ),
     cuda_graph=_object(
         "Whether the program runs as one CUDA graph.",

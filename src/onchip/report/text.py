@@ -230,6 +230,13 @@ def closing(r: Report) -> str:
         parts.append(f"compiled in {c.seconds:.1f} s")
     if c.kernels_built is not None or c.kernels_reused is not None:
         parts.append(f"{count(c.kernels_built)} kernels built, {count(c.kernels_reused)} reused")
+    if c.kernels_left_out:
+        parts.append(f"{count(c.kernels_left_out)} variants left out: Settings.budget_s")
+    if c.seconds_per_us_saved is not None:
+        parts.append(
+            f"{c.seconds_per_us_saved:.2g} s for each µs saved, paid off after "
+            f"{count(c.pays_off_after)} calls"
+        )
     return " · ".join(parts)
 
 

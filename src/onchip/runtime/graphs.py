@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ from onchip.errors import OnchipError
 from onchip.ir.expr import Tensor
 from onchip.planning.plan import KernelStep, Plan
 from onchip.planning.recording import Streams, record
-from onchip.runtime import branched
+from onchip.runtime import branched, graph_choice
 from onchip.runtime.arena import Arena, use_count
 from onchip.runtime.blockers import culprit, find_blockers, text_of
 from onchip.runtime.branches import branches_of
@@ -76,15 +77,21 @@ class Graphs:
 
     # -- whether there are any
 
-    def prepare(self, inputs: Sequence[torch.Tensor], now: Snapshot) -> None:
+    def prepare(
+        self, inputs: Sequence[torch.Tensor], now: Snapshot, choice: dict[str, Any] | None = None
+    ) -> None:
         """Record and time the program on copies of these inputs, on the current stream: the
-        coverage says what came out. Buffers that the program writes are put back."""
+        coverage says what came out. Buffers that the program writes are put back. choice: what was
+        decided before (see `choice`), which is done without timing."""
         if self.coverage.blockers:
             return
         with torch.no_grad():
             saved = [(now.values[t], now.values[t].clone()) for t in self.constants]
             try:
-                self._prepare(_stream(self.device), inputs, now)
+                if choice is None:
+                    self._prepare(_stream(self.device), inputs, now)
+                else:
+                    self._repeat(choice, _stream(self.device), inputs, now)
             except _CannotRecord as failure:
                 self._off(self._culprit(failure.__cause__ or failure))
             except RuntimeError as error:  # no memory for a second set of inputs
@@ -123,6 +130,32 @@ class Graphs:
         self.coverage = replace(cover, graphed=True)
         if not self.copying:
             lane.own = None
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        """What was decided, in a form that a lock file holds."""
+        return graph_choice.written(self.executable, self.copying, self.coverage)
+
+    def _repeat(
+        self, choice: dict[str, Any], stream: int, inputs: Sequence[torch.Tensor], now: Snapshot
+    ) -> None:
+        """Record the program in the form that was chosen."""
+        self.coverage = graph_choice.covered(choice, self.captured)
+        self.copying = choice["copying"]
+        own, arena = [copy_of(x) for x in inputs], self._new_lane().arena
+        for _ in range(2):
+            self._launch(self.executable, own, now, arena)
+        match choice["form"]:
+            case graph_choice.EARLY:
+                self.executable = replace(self.executable, early=True)
+            case graph_choice.BRANCHES:
+                branches = branches_of(self.plan)
+                self.executable = branched.write(self.captured, self.plan, self.device, branches)
+        if not self.coverage.graphed:
+            return
+        lane = self.lanes[stream] = self._new_lane()
+        recorded = self._record(lane, own, now, own)
+        lane.own = recorded if self.copying else None
 
     def _start_early(
         self, lane: Lane, mine: Instance, own: list[torch.Tensor], now: Snapshot

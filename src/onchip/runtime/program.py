@@ -17,7 +17,11 @@ from onchip.capture.captured import Captured
 from onchip.capture.containers import flatten
 from onchip.capture.template import Templates
 from onchip.errors import CaptureError, InputError
+from onchip.planning import assess
+from onchip.planning.lock import Lock
 from onchip.planning.plan import KernelStep, LibraryStep, Plan
+from onchip.planning.tuner import wait
+from onchip.runtime.background import COMPILING, Begun, Worker, failure_of, leaves_no_trace
 from onchip.runtime.gate import Gate
 from onchip.runtime.guards import StateGuard, ambient_key, input_key, overlaps
 from onchip.runtime.specialisation import Specialisation, make
@@ -29,16 +33,20 @@ Build = Callable[
     [torch.nn.Module, tuple[Any, ...], dict[str, Any], Templates], tuple[Captured, Plan]
 ]
 
+Begin = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any], Templates], Begun]
+
 
 @dataclass(eq=False)
 class EagerCall:
     """The original module runs for these inputs, for a reason that stands in program.notes;
-    always, or (`calls_left`) so many times before they are compiled."""
+    always, or (`calls_left`) so many times before they are compiled, or (`waits`) until they are.
+    """
 
     reason: str
     state: StateGuard
     ambient: tuple[Any, ...]
     calls_left: int | None = None
+    waits: bool = False
     used: int = 0
 
     @property
@@ -59,6 +67,8 @@ class Program:
     notes      why something ran in eager mode, once each
     launches   kernels and library calls that one call of the latest specialisation starts; if the
                original module runs, its operators; None if it could not be captured
+    begin      like build, in two parts: for Settings(start="eager"); None: compiled at once
+    lock_file  holds what is decided about CUDA graphs, if there is one
     describe   makes the report, from `compiled`: the books of the latest specialisation (both
                set by onchip.api)
     Raises InputError (arguments that do not fit the model's signature), CaptureError (a new
@@ -76,9 +86,14 @@ class Program:
         kwargs: dict[str, Any],
         build: Build,
         settings: Settings = Settings(),
+        lock: Lock | None = None,
+        begin: Begin | None = None,
+        notes: list[str] | None = None,
     ) -> None:
-        self.module, self.build, self.settings = module, build, settings
-        self.notes: list[str] = []
+        self.module, self.build, self.settings, self.lock_file = module, build, settings, lock
+        self.begin = begin if settings.start == "eager" else None
+        self.worker = Worker()
+        self.notes: list[str] = [] if notes is None else notes
         self.table: dict[Any, list[Specialisation | EagerCall]] = {}
         self.templates: tuple[StateGuard, tuple[Any, ...], Templates] | None = None
         self.lock = threading.RLock()
@@ -100,7 +115,10 @@ class Program:
         key = (spec, input_key(leaves))
         if torch.is_grad_enabled() and self._requires_grad(leaves):
             return self._eager("gradients are required: the original module runs", args, kwargs)
-        entry = self._find(key) or self._specialise(key, args, kwargs)
+        entry = self._find(key)
+        if entry is None and self.begin is not None and self.worker.busy:
+            return self._eager(COMPILING, args, kwargs, expected=True)
+        entry = entry or self._specialise(key, args, kwargs)
         if isinstance(entry, EagerCall):
             if entry.due:
                 self._drop(key, entry)
@@ -109,7 +127,7 @@ class Program:
                 entry.calls_left -= 1
                 return self._eager(entry.reason, args, kwargs, expected=True)
         if isinstance(entry, EagerCall):
-            return self._eager(entry.reason, args, kwargs)
+            return self._eager(entry.reason, args, kwargs, entry.waits)
         try:
             if entry.writes and self._overlaps(entry, leaves):
                 reason = "a tensor that the model writes overlaps another: the original runs"
@@ -141,14 +159,14 @@ class Program:
         """The generated kernels' sources, by name."""
         found: dict[str, str] = {}
         for step in self.latest.plan.steps if self.latest is not None else ():
-            path = getattr(getattr(step, "kernel", None), "source_path", None)
-            if isinstance(step, KernelStep) and path is not None:
-                found[f"k{len(found)} {step.name}"] = path.read_text(encoding="utf-8")
+            if isinstance(step, KernelStep):
+                found[f"k{len(found)} {step.name}"] = step.text
         return found
 
     def report(self) -> Any:
         """The Report of the latest specialisation (`onchip.Report`): what was fused, why not, and
         what it gained. Raises InputError if this program was not made by onchip.compile."""
+        self.wait()
         if self.describe is None:
             raise InputError("only a program that onchip.compile or onchip.optimize made reports")
         return self.describe()
@@ -156,6 +174,11 @@ class Program:
     def why(self, a: str, b: str) -> str:
         """Why operators `a` and `b` are, or are not, in one kernel. OnchipError if unknown."""
         return self.report().why(a, b)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until what compiles in the background (Settings.start) is in place or has failed (see
+        notes). False if that takes longer than `timeout` seconds."""
+        return self.worker.wait(timeout)
 
     def refresh(self) -> None:
         """Recompute everything derived from weights."""
@@ -215,7 +238,7 @@ class Program:
                 return found
             self._check_signature(args, kwargs)
             later = None if at_once else self._later(key[0])
-            entry = later or self._new(args, kwargs)
+            entry = later or self._new(key, args, kwargs)
             self.table[key] = [*self.table.get(key, ()), entry]
             self.clock += 1
             entry.used = self.clock
@@ -239,16 +262,58 @@ class Program:
         )
         return EagerCall(reason, StateGuard(self.module), ambient, calls)
 
-    def _new(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Specialisation | EagerCall:
+    def _new(
+        self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Specialisation | EagerCall:
         state, ambient = StateGuard(self.module), ambient_key()
-        leaves, _ = _flatten_call(args, kwargs)
+        templates = self._templates(state, ambient)
         try:
-            captured, plan = self.build(self.module, args, kwargs, self._templates(state, ambient))
+            if self.begin is None:
+                captured, plan = self.build(self.module, args, kwargs, templates)
+            else:
+                begun = self.begin(self.module, args, kwargs, templates)
+                if not ambient and leaves_no_trace(begun.original):
+                    return self._later_on(key, begun, args, kwargs, state)
+                captured, plan = begun.finish(args, kwargs)
         except CaptureError as error:
             if self.settings.uncapturable == "raise":
                 raise
             self.running = None
             return EagerCall(str(error), state, ambient)
+        leaves, _ = _flatten_call(args, kwargs)
+        return self._entry(captured, plan, state, ambient, leaves)
+
+    def _later_on(
+        self, key: Any, begun: Begun, args: tuple[Any, ...], kwargs: dict[str, Any],
+        state: StateGuard,
+    ) -> EagerCall:  # fmt: skip
+        """The original module, until the background has put the program in its place."""
+        waiting = EagerCall(COMPILING, state, (), waits=True)
+        args, kwargs = assess.copied(args, kwargs)  # the caller may write to them meanwhile
+        leaves, _ = _flatten_call(args, kwargs)
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        wait(tensors)  # streams differ from thread to thread
+
+        def work() -> None:
+            try:
+                with self.gate, torch.no_grad():
+                    captured, plan = begun.finish(args, kwargs)
+                    entry = self._entry(captured, plan, state, (), leaves)
+                    wait(tensors)
+            except Exception as error:
+                entry = EagerCall(failure_of(error), state, (), waits=True)
+                self.notes.append(entry.reason)
+            with self.lock:
+                entries = self.table.get(key, [])
+                self.table[key] = [entry if e is waiting else e for e in entries]
+
+        self.worker.submit(work)
+        return waiting
+
+    def _entry(
+        self, captured: Captured, plan: Plan, state: StateGuard, ambient: tuple[Any, ...],
+        leaves: Sequence[Any],
+    ) -> Specialisation | EagerCall:  # fmt: skip
         self.running = captured, plan
         if captured.python_state:
             names = ", ".join(captured.python_state[:3])
@@ -263,7 +328,7 @@ class Program:
             self.running = captured, Plan(tuple(LibraryStep(n) for n in captured.graph.nodes))
             return EagerCall(reason, state, ambient)
         if self.settings.cuda_graph == "auto":
-            entry.prepare_graphs(inputs)
+            entry.prepare_graphs(inputs, self.lock_file)
         self.latest = entry
         return entry
 

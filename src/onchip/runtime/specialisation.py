@@ -13,6 +13,7 @@ from onchip.capture.captured import TENSOR, Captured
 from onchip.capture.containers import rebuild
 from onchip.capture.devices import device_of
 from onchip.ir.expr import Tensor
+from onchip.planning.lock import Lock
 from onchip.planning.plan import Plan
 from onchip.runtime.executable import Executable, write
 from onchip.runtime.graphs import Graphs
@@ -59,8 +60,9 @@ class Specialisation:
     def inputs(self, leaves: Sequence[Any]) -> Sequence[torch.Tensor]:
         return leaves if self.positions is None else [leaves[i] for i in self.positions]
 
-    def prepare_graphs(self, inputs: Sequence[torch.Tensor]) -> None:
-        """On a GPU: find out whether CUDA graphs pay. Neither inputs nor buffers change."""
+    def prepare_graphs(self, inputs: Sequence[torch.Tensor], lock: Lock | None = None) -> None:
+        """On a GPU: find out whether CUDA graphs pay, or do what the lock file says. Neither
+        inputs nor buffers change."""
         if self.gpu is None:
             return
         self.graphs = Graphs(
@@ -71,7 +73,9 @@ class Specialisation:
             if not torch.cuda.is_current_stream_capturing():
                 now = self.weights.current()
                 now.used_on(torch.cuda.current_stream().cuda_stream)
-                self.graphs.prepare(inputs, now)
+                self.graphs.prepare(inputs, now, lock.graph if lock is not None else None)
+                if lock is not None:
+                    lock.settle_graph(self.graphs.choice)
 
     def run(self, leaves: Sequence[Any]) -> Any:
         inputs = self.inputs(leaves)

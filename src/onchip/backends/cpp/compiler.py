@@ -14,7 +14,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from onchip.errors import CacheError, CompilerError
+from onchip.backends.cache import (
+    cache_folder,
+    folder_of,
+    read_facts,
+    scratch,
+    store,
+    store_binary,
+    used,
+)
+from onchip.errors import CompilerError
 
 INCLUDE = Path(__file__).parent / "include"
 FLAGS = [
@@ -50,19 +59,6 @@ class Binary:
     def code_bytes(self) -> int:
         """Size of the shared object's text, from its section headers (binutils-free estimate)."""
         return text_bytes(self.path)
-
-
-def cache_folder() -> Path:
-    """$ONCHIP_CACHE, else ~/.cache/onchip; created on demand."""
-    root = Path(os.environ.get("ONCHIP_CACHE") or Path.home() / ".cache" / "onchip")
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise CacheError(
-            f"the cache folder {root} can't be created ({e.strerror}): set ONCHIP_CACHE to a "
-            "folder you can write to"
-        ) from e
-    return root
 
 
 @functools.cache
@@ -139,42 +135,41 @@ def build(source: str, optimise: str = FLAGS[0]) -> Binary:
     """Compile (or take from the cache) and load. Raises CompilerError with the first error.
     `optimise`: another optimisation level, for tests of many kernels."""
     start = time.perf_counter()
-    folder = cache_folder() / "cpp"
+    folder = folder_of("cpp")
     path = folder / f"{content_key(source, optimise)}.so"
-    reused = path.exists()
-    if reused:
-        try:
-            return Binary(path, _load(path), time.perf_counter() - start, True)
-        except OSError:
-            reused = False  # damaged: build it again
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(".cpp").write_text(source)
-        handle, temporary = tempfile.mkstemp(suffix=".so", dir=folder)
-        os.close(handle)
-    except OSError as e:
-        raise CacheError(
-            f"the cache folder {folder} can't be written ({e.strerror}): set ONCHIP_CACHE to a "
-            "folder you can write to"
-        ) from e
-    try:
-        _run_compiler(path.with_suffix(".cpp"), temporary, optimise)
-        os.replace(temporary, path)
-    finally:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
+    if (binary := _reused(path, start)) is not None:
+        return binary
+    store(path.with_suffix(".cpp"), source.encode())
+    with scratch(folder) as made:
+        target = made / path.name
+        _run_compiler(path.with_suffix(".cpp"), str(target), optimise)
+        store_binary(path, target.read_bytes(), {})
     return Binary(path, _load(path), time.perf_counter() - start, False)
+
+
+def _reused(path: Path, start: float) -> Binary | None:
+    """The binary in the cache; None if there is none or it is damaged. (Its hash is compared
+    first: loading one that was cut short may end the process.)"""
+    if read_facts(path) is None:
+        return None
+    try:
+        return Binary(path, _load(path), time.perf_counter() - start, True)
+    except OSError:  # another process has removed it since
+        return None
 
 
 def _run_compiler(source: Path, target: str, optimise: str) -> None:
     parts = prebuilt(optimise)
-    if parts.exists():
-        try:
-            shared = [*parts.before(), str(source), *parts.after(), *linker_flags()]
-            return _compile(shared, target, optimise)
-        except CompilerError:
-            pass  # its own fault, or that of damaged parts: without them it becomes clear
-    return _compile([f"-I{INCLUDE}", str(source), *linker_flags()], target, optimise)
+    plain = [f"-I{INCLUDE}", str(source), *linker_flags()]
+    if not parts.exists():
+        return _compile(plain, target, optimise)
+    try:
+        shared = [*parts.before(), str(source), *parts.after(), *linker_flags()]
+        _compile(shared, target, optimise)
+        used(parts.folder)
+    except CompilerError:  # its own fault, or that of damaged parts: without them it becomes clear
+        _compile(plain, target, optimise)
+        shutil.rmtree(parts.folder, ignore_errors=True)  # they are made again
 
 
 def _compile(arguments: list[str], target: str, optimise: str) -> None:
@@ -196,8 +191,8 @@ def _load(path: Path) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
 def build_all(sources: list[str], workers: int | None = None) -> list[Binary | CompilerError]:
     """Build many sources at once, each distinct one once."""
     distinct = list(dict.fromkeys(sources))
-    folder = cache_folder() / "cpp"
-    missing = [s for s in distinct if not (folder / f"{content_key(s)}.so").exists()]
+    folder = folder_of("cpp")
+    missing = [s for s in distinct if not (folder / f"{content_key(s)}.json").exists()]
     if len(missing) >= PREBUILD_FOR:
         prebuilt(FLAGS[0]).make()
 

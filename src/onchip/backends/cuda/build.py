@@ -9,12 +9,12 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
+from onchip.backends.cache import folder_of
 from onchip.backends.cuda.source import CudaSource, Further
 from onchip.backends.nvidia.build import (
     Built,
     code_of,
     compile_all,
-    folder_of,
     hashed,
     written,
 )

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onchip.backends.cpp.compiler import cache_folder
+from onchip.backends.cache import read_facts, scratch, store, store_binary, used
 from onchip.backends.nvidia import pool
 from onchip.backends.nvidia.resources import Resources, over_budget
 from onchip.backends.nvidia.source import Launch
-from onchip.errors import CacheError, CompilerError
+from onchip.errors import CompilerError
 from onchip.fusion.machine import Gpu
 from onchip.fusion.refusal import Refusal
 
@@ -123,8 +121,8 @@ def compile_all(
     missing = [k for k in jobs if k not in reused]
     if not missing:
         return Compiled(found, reused)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        cubins = [Path(scratch) / f"{k}.cubin" for k in missing]
+    with scratch(folder) as made_in:
+        cubins = [made_in / f"{k}.cubin" for k in missing]
         tasks = [{**jobs[k], "cubin": str(c)} for k, c in zip(missing, cubins, strict=True)]
         answers = pool.run_all(compiler, tasks, limit_s, workers or os.cpu_count() or 1)
         for k, made, answer in zip(missing, cubins, answers, strict=True):
@@ -133,23 +131,6 @@ def compile_all(
 
 
 # ---- the cache ---------------------------------------------------------------------------------
-
-
-def folder_of(backend: str) -> Path:
-    """The backend's folder of the cache. CacheError if it can't be made."""
-    folder = cache_folder() / backend
-    try:
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-    return folder
-
-
-def _unwritable(folder: Path, error: OSError) -> CacheError:
-    return CacheError(
-        f"the cache folder {folder} can't be written ({error.strerror}): set ONCHIP_CACHE to a "
-        "folder you can write to"
-    )
 
 
 def code_of(text: str, comment: str) -> str:
@@ -167,22 +148,12 @@ def written(text: str, folder: Path, suffix: str, comment: str) -> Path:
     path = folder / f"{hashed(code)}{suffix}"
     try:
         if code_of(path.read_text(), comment) == code:
+            used(path)
             return path
     except (OSError, ValueError):
         pass  # it is not there, or damaged
-    _store(path, text.encode())
+    store(path, text.encode())
     return path
-
-
-def _store(path: Path, data: bytes) -> None:
-    """Written whole or not at all."""
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "wb") as f:
-            f.write(data)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise _unwritable(path.parent, error) from error
 
 
 def _stored(
@@ -199,23 +170,18 @@ def _stored(
     if "error" in answer:
         where = f"{job['name']} of {job['source']} for sm_{job['capability']}"
         return CompilerError(f"{compiler.name} refused {where}: {answer['error'][:800]}")
-    data = made.read_bytes()
     path = folder / f"{key}.cubin"
-    _store(path, data)
-    facts = {**answer, "sha256": hashlib.sha256(data).hexdigest()}
-    _store(folder / f"{key}.json", json.dumps(facts).encode())
+    store_binary(path, made.read_bytes(), answer)
     return _cubin(path, answer)
 
 
 def _read(folder: Path, key: str) -> Cubin | None:
     """A binary of the cache; None if there is none or it is damaged (it is made again)."""
     path = folder / f"{key}.cubin"
+    facts = read_facts(path)
     try:
-        facts = json.loads((folder / f"{key}.json").read_text())
-        if facts["sha256"] != hashlib.sha256(path.read_bytes()).hexdigest():
-            return None
-        return _cubin(path, facts)
-    except (OSError, ValueError, TypeError, KeyError):
+        return None if facts is None else _cubin(path, facts)
+    except (TypeError, KeyError):  # another form
         return None
 
 

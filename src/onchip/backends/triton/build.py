@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from onchip.backends.cache import folder_of
 from onchip.backends.nvidia.build import (
     Built,
     code_of,
     compile_all,
-    folder_of,
     hashed,
     written,
 )

@@ -55,7 +55,8 @@ class Generator(Protocol):
     @property
     def key(self) -> tuple[str, ...]:
         """What a verdict about its kernels depends on beyond region, machine and onchip's code:
-        the compiler's version, settings, PyTorch's flags for precision."""
+        the compiler's and the driver's versions, the processor, settings, PyTorch's flags for
+        precision."""
         ...
 
     @property

@@ -6,7 +6,6 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from pathlib import Path
 
 import torch
 
@@ -33,6 +32,7 @@ from onchip.fusion.winograd import transformed_weights, winograd
 from onchip.ir.expr import Tensor
 from onchip.planning.candidates import Candidate, Context, Strides, comment_of
 from onchip.planning.derive import derived_tensor, packed
+from onchip.planning.machine import device_name
 from onchip.settings import Settings
 
 # Results larger than this leave the caches anyway: storing past them may pay.
@@ -63,11 +63,6 @@ class CompiledKernel:
     binary: Binary
     arity: int
 
-    @property
-    def source_path(self) -> Path:
-        """The generated C++ text, beside the binary in the cache."""
-        return self.binary.path.with_suffix(".cpp")
-
     def run(self, pointers: list[int]) -> int:
         return self.binary.function((ctypes.c_void_p * self.arity)(*pointers))
 
@@ -97,7 +92,7 @@ class CppGenerator:
         products = () if self.fewer_products else ("all products",)
         if self.problem:
             return products
-        return (*products, compiler_version(), *sorted(target_macros()))
+        return (*products, device_name(), compiler_version(), *sorted(target_macros()))
 
     def root_of(
         self, region: Region, strides: dict[Tensor, Strides], constants: frozenset[Tensor]

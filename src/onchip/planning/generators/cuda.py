@@ -23,6 +23,7 @@ from onchip.planning.candidates import Candidate, Context, Strides, comment_of
 from onchip.planning.derive import derived_tensor
 from onchip.planning.generators import triton
 from onchip.planning.generators.triton import DeviceKernel, TritonGenerator
+from onchip.planning.machine import driver_version
 from onchip.planning.precision import has_float32_product, has_product, precisions
 
 # Variants of the engine that come before the first of Triton's: its model's favourites.
@@ -82,7 +83,8 @@ class CudaGenerator:
     def key(self) -> tuple[str, ...]:
         matrix, convolution = self.allowed
         flags = f"engine: tf32 in matrix products {matrix}, in convolutions {convolution}"
-        own = (flags, _missing() or build.nvrtc_version())
+        driver = f"driver {driver_version(str(self.device))}"
+        own = (flags, driver, _missing() or build.nvrtc_version())
         return own if self.beside is None else (*own, *self.beside.key)
 
     @property

@@ -30,6 +30,7 @@ from onchip.ir.dtype import DType
 from onchip.ir.expr import Tensor
 from onchip.planning.candidates import Candidate, Context, Strides, comment_of
 from onchip.planning.derive import derived_tensor
+from onchip.planning.machine import driver_version
 from onchip.planning.precision import has_float32_product, precisions, tf32_allowed
 from onchip.planning.values import torch_dtype
 
@@ -40,11 +41,6 @@ class DeviceKernel:
 
     built: Built
     device: int
-
-    @property
-    def source_path(self) -> Path:
-        """The generated text, in the cache."""
-        return self.built.path
 
     def run(self, pointers: list[int]) -> int:
         stream = torch._C._cuda_getCurrentRawStream(self.device)
@@ -117,7 +113,8 @@ class TritonGenerator:
     def key(self) -> tuple[str, ...]:
         matrix, convolution = self.allowed
         flags = f"tf32 in matrix products {matrix}, in convolutions {convolution}"
-        where = "interpreted" if self.interpret else f"CUDA {torch.version.cuda}"
+        driver = driver_version(str(self.device))
+        where = "interpreted" if self.interpret else f"CUDA {torch.version.cuda}, driver {driver}"
         return (flags, where) if self.problem else (flags, where, triton_version())
 
     def root_of(
