@@ -8,7 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from onchip.analysis.cost import Pricer
 from onchip.analysis.record import Decision
+from onchip.analysis.roofline import Ceilings
+from onchip.analysis.traffic import Ledger
 from onchip.capture.captured import Captured
 from onchip.capture.cleanup import constant_tensors
 from onchip.capture.devices import device_of
@@ -21,15 +24,21 @@ from onchip.ir.graph import Graph, Node
 from onchip.planning.decide import Choice, Decider, Progress
 from onchip.planning.generators import Built, generator_for
 from onchip.planning.plan import CallStep, Plan, Step
+from onchip.planning.pool import Bound, Pool, bound_of, join, pool_of, price_of
 from onchip.planning.tuner import Verdict
 from onchip.planning.units import Unit
 from onchip.settings import Settings
+
+# Multiplications of a convolution over those of its short form: 36 to 16 for 2 × 2 results of 3 × 3
+# taps (fusion/winograd.py).
+WINOGRAD_SAVES = 2.25
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Planned:
     """A plan and its books. generator: its name; timed: whether its kernels' times say
-    anything; problem: why it could build nothing ("" if it could)."""
+    anything; problem: why it could build nothing ("" if it could); pool: what the search chose
+    from; short_forms: convolutions may be computed with fewer products."""
 
     plan: Plan
     steps_of: tuple[tuple[Step, Unit, Verdict | None, Built | None], ...]
@@ -41,6 +50,19 @@ class Planned:
     generator: str = "cpp"
     timed: bool = True
     problem: str = ""
+    partitioner: Partitioner | None = None
+    pool: Pool | None = None
+    short_forms: bool = False
+
+    def bound(self, ceilings: Ceilings) -> Bound | None:
+        """The cheapest cover of the regions that the search knew, and its lower bound, by
+        prediction; None where nothing could be timed, or every fusion came in its order (fuel)."""
+        if self.pool is None or self.partitioner is None:
+            return None
+        graph, layouts = self.partitioner.graph, self.partitioner.strides
+        pricer = Pricer(Ledger(graph, layouts), ceilings)
+        fewer = WINOGRAD_SAVES if self.short_forms else 1.0
+        return bound_of(self.pool, self.partitioner, pricer, fewer)
 
 
 def plan(
@@ -63,6 +85,10 @@ def plan(
     )
     partition = partitioner.run()
     decider = Decider(captured, inputs, settings, partitioner, generator, device, progress)
+    pool = None
+    if decider.clock is not None and not generator.problem and settings.fuel is None:
+        pool = pool_of(partition, partitioner, price_of(decider.pricer))
+        partition = join(pool, partitioner)
     choices = decider.choices(partition.groups)
     steps = tuple((s, c.unit, c.verdict, c.built) for c in choices for s in c.steps)
     return Planned(
@@ -76,6 +102,9 @@ def plan(
         generator.name,
         generator.timed,
         generator.problem,
+        partitioner,
+        pool,
+        generator.name == "cpp" and settings.winograd and settings.numerics == "fast",
     )
 
 

@@ -24,6 +24,8 @@ from onchip.planning.peers import quiet
 from onchip.report import bench_replay as replay
 from onchip.report.bench import failed
 from onchip.report.bench_suites import Case
+from onchip.report.build import predicted_us
+from onchip.runtime.program import Program
 from onchip.runtime.verify import Verification, verify
 
 DEVICE = "cuda"
@@ -77,9 +79,14 @@ class DeviceBench:
         notes = [*program.notes, *(f"{k}: {why}" for k, why in untimed.items())]
         return self._figures(case, times, graph, verified) | {
             "launches": program.launches,
+            "predicted_us": self._predicted_us(program),
             "peers": {k: times.get(k) for k in (*times, *untimed) if k != "onchip"},
             "notes": "; ".join(notes),
         }
+
+    def _predicted_us(self, program: Program) -> float | None:
+        """By the cost model; None where the program runs in eager mode."""
+        return predicted_us(program.compiled[-1], self.ceilings) if program.compiled else None
 
     def _measured_on(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """The inputs that the program is verified and timed on, for those it was compiled on."""
