@@ -73,21 +73,19 @@ def costs(ceilings: Ceilings, device: torch.device, timed: Time, processors: int
 def _copied(
     device: torch.device, timed: Time, call: float, ceilings: Ceilings
 ) -> tuple[tuple[int, float], ...]:
-    """See Costs: longer for more bytes, whatever the clock says, and no faster than the start
-    lets one see (a quarter of it)."""
+    """See Costs. Whatever disturbs a measurement makes it longer, so a copy takes no longer than one
+    of more bytes, and the largest no longer than at the ceiling."""
     source, target = torch.ones(2, COPIED[-1], device=device)
     points: list[tuple[int, float]] = []
-    for n in COPIED:
+    most = 2 * 4 * COPIED[-1] / ceilings.copy_gbs / 1e3
+    for n in reversed(COPIED):
         x, y = source[:n], target[:n]
         us = timed(lambda x=x, y=y: torch.neg(x, out=y)) - call
-        least = points[-1][1] * 1.01 if points else 0.0
-        # what a rounding error of the start would make of a short copy is no speed
-        us = max(us, least, call / 4 if not points else 0.0)
+        # what an error of the start would make of a short copy is no speed
+        us = min(max(us, call / 16), most)
         points.append((2 * 4 * n, us))
-    # the ceiling of copies is the last word on large ones
-    last, us = points[-1]
-    points[-1] = (last, max(min(us, last / ceilings.copy_gbs / 1e3), points[-2][1] * 1.01))
-    return tuple(points)
+        most = us / 1.05
+    return tuple(reversed(points))
 
 
 def _fill(ceilings: Ceilings, device: torch.device, timed: Time, call: float) -> float:
