@@ -73,8 +73,8 @@ def costs(ceilings: Ceilings, device: torch.device, timed: Time, processors: int
 def _copied(
     device: torch.device, timed: Time, call: float, ceilings: Ceilings
 ) -> tuple[tuple[int, float], ...]:
-    """See Costs. Whatever disturbs a measurement makes it longer, so a copy takes no longer than one
-    of more bytes, and the largest no longer than at the ceiling."""
+    """See Costs. Whatever disturbs a measurement makes it longer, so a copy takes no longer than
+    one of more bytes, and the largest no longer than at the ceiling."""
     source, target = torch.ones(2, COPIED[-1], device=device)
     points: list[tuple[int, float]] = []
     most = 2 * 4 * COPIED[-1] / ceilings.copy_gbs / 1e3
