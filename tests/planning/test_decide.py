@@ -11,6 +11,7 @@ from torch import nn
 
 from onchip.analysis.roofline import Ceilings, Costs
 from onchip.capture import capture
+from onchip.fusion.partition import Partitioner
 from onchip.fusion.region import region_of
 from onchip.planning import decide, planner
 from onchip.planning.assess import Compiled, Outcome
@@ -18,7 +19,7 @@ from onchip.planning.cut import cheapest_cut, may_gain, promising_cuts
 from onchip.planning.decide import launches
 from onchip.planning.library import onednn_steps, run_of
 from onchip.planning.plan import CallStep, KernelStep, LibraryStep
-from onchip.planning.pool import RankedCut
+from onchip.planning.pool import Pool, RankedCut
 from onchip.planning.tuner import Verdict, check_steps, load_verdict, tune
 from onchip.planning.values import run_eagerly
 from onchip.report.build import Facts, build_report
@@ -237,6 +238,7 @@ def test_a_group_that_loses_is_cut_where_that_is_faster(monkeypatch, blocks):
         assert "one kernel takes 90 µs, the parts 60 µs" in d.text
         assert (d.costs["kernel_us"], d.costs["split_us"]) == (90.0, pytest.approx(60.0))
         assert (d.costs["library_us"], d.family) == (pytest.approx(80.0), "unprofitable")
+        assert 0 < d.costs["predicted_us"] < d.costs["predicted_split_us"]
     assert sum(d.fused for d in planned.decisions) == 2
     assert report_of(captured, planned).fused.launches == 4
 
@@ -522,3 +524,17 @@ def test_the_report_holds_bound_and_gap():
     assert report.plan.gap == pytest.approx(50.0 / bound.lower_bound_us - 1)
     unknown = build_report(Facts("m", "cpu", "float32"), compiled, None)
     assert unknown.plan == type(unknown.plan)()
+
+
+def test_groups_that_could_be_one_have_both_prices(monkeypatch):
+    """Where a join is possible but saves too little, the edge says so."""
+    monkeypatch.setattr(planner, "pool_of", lambda partition, *_: Pool(partition, (), {}, {}))
+    # the greedy partitioner merges nothing, and refuses nothing
+    monkeypatch.setattr(Partitioner, "try_merge", lambda *_: None)
+    _, planned, _ = program_of(nn.Sequential(nn.ReLU(), nn.Sigmoid()), torch.randn(64, 300))
+    (d,) = planned.decisions
+    assert (d.rule, d.family, d.fused) == ("NOT_CHOSEN", "unprofitable", False)
+    nbytes = 64 * 300 * 4
+    # a start, two tensors moved; as two kernels twice that
+    assert d.costs["predicted_split_us"] > d.costs["predicted_us"] > 2 * nbytes / (1 << 20) * 30
+    assert f"predicted {d.costs['predicted_us']:,.0f} µs" in d.text

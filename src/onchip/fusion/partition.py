@@ -137,11 +137,6 @@ class Partitioner:
         for x in b.nodes:
             self.group_of[x] = a
 
-    def merge_refusal(self, a: Group, b: Group) -> Refusal | None:
-        """Why the two groups can't be one kernel; None if they can."""
-        found = self._merged(a, b)
-        return found if isinstance(found, Refusal) else None
-
     def _merged(self, a: Group, b: Group) -> Tensor | Refusal | None:
         """The root of both groups as one, or why they can't be one kernel."""
         for g in (a, b):

@@ -24,7 +24,7 @@ from onchip.ir.graph import Graph, Node
 from onchip.planning.decide import Choice, Decider, Progress
 from onchip.planning.generators import Built, generator_for
 from onchip.planning.plan import CallStep, Plan, Step
-from onchip.planning.pool import Bound, Pool, bound_of, join, pool_of, price_of
+from onchip.planning.pool import Bound, Pool, Price, bound_of, join, pool_of, price_of
 from onchip.planning.tuner import Verdict
 from onchip.planning.units import Unit
 from onchip.settings import Settings
@@ -85,16 +85,17 @@ def plan(
     )
     partition = partitioner.run()
     decider = Decider(captured, inputs, settings, partitioner, generator, device, progress)
-    pool = None
+    pool, price = None, None
     if decider.clock is not None and not generator.problem and settings.fuel is None:
-        pool = pool_of(partition, partitioner, price_of(decider.pricer))
+        price = price_of(decider.pricer)
+        pool = pool_of(partition, partitioner, price)
         partition = join(pool, partitioner)
     choices = decider.choices(partition.groups)
     steps = tuple((s, c.unit, c.verdict, c.built) for c in choices for s in c.steps)
     return Planned(
         Plan(tuple(s for s, *_ in steps), layouts),
         steps,
-        _decisions(partition, partitioner, choices),
+        _decisions(partition, partitioner, choices, price),
         decider.built,
         decider.reused,
         time.perf_counter() - start,
@@ -121,9 +122,12 @@ def copying_views(graph: Graph, layouts: dict[Tensor, tuple[int, ...]]) -> Graph
 
 
 def _decisions(
-    partition: Partition, partitioner: Partitioner, choices: Sequence[Choice]
+    partition: Partition,
+    partitioner: Partitioner,
+    choices: Sequence[Choice],
+    price: Price | None,
 ) -> tuple[Decision, ...]:
-    """One decision for every edge between two operators."""
+    """One decision for every edge between two operators. price: None where nothing was priced."""
     choice_of = {n: c for c in choices for n in c.unit.region.nodes}
     out = []
     for n in partitioner.graph.nodes:
@@ -135,9 +139,9 @@ def _decisions(
             if a is b:
                 found = _inside(a, p, n)
             elif partitioner.group_of[p] is partitioner.group_of[n]:
-                found = _cut(a, b)
+                found = _cut(a, b, price)
             else:
-                found = _apart(p, n, partition, partitioner)
+                found = _apart(p, n, partition, partitioner, price)
             costs = {"bytes_saved": 2 * saved, **found.costs}
             out.append(replace(found, edge=(p.name, n.name), costs=costs))
     return tuple(out)
@@ -166,7 +170,7 @@ def _inside(c: Choice, p: Node, n: Node) -> Decision:
     return _refused(Refusal(rule, c.unit.region.name, why, dict(v.costs)))
 
 
-def _cut(a: Choice, b: Choice) -> Decision:
+def _cut(a: Choice, b: Choice, price: Price | None) -> Decision:
     """Two operators of one group that was cut between them."""
     whole = [x for x, y in zip(a.cut_from, b.cut_from, strict=False) if x is y][-1]
     v = whole.verdict
@@ -175,7 +179,22 @@ def _cut(a: Choice, b: Choice) -> Decision:
         return _refused(Refusal(Rule.NOT_WHOLE, whole.unit.region.name, v.refused[0][1]))
     fused = "one kernel takes" if v.kernel_us is not None else "no kernel runs it whole; it takes"
     text = f"{fused} {_whole_us(v):,.0f} µs, the parts {v.split_us:,.0f} µs"
-    return _refused(Refusal(Rule.SLOWER, whole.unit.region.name, text, dict(v.costs)))
+    nodes = whole.unit.region.nodes
+    first = [nodes[i] for i in v.cut]
+    costs = v.costs | _predicted(price, first, [n for n in nodes if n not in first])
+    return _refused(Refusal(Rule.SLOWER, whole.unit.region.name, text, costs))
+
+
+def _predicted(
+    price: Price | None, first: Sequence[Node], second: Sequence[Node]
+) -> dict[str, float]:
+    """Predicted microseconds of two parts as one kernel, and of each on its own."""
+    if price is None:
+        return {}
+    return {
+        "predicted_us": price([*first, *second]),
+        "predicted_split_us": price(first) + price(second),
+    }
 
 
 def _whole_us(v: Verdict) -> float:
@@ -183,9 +202,20 @@ def _whole_us(v: Verdict) -> float:
     return next(t for t in times if t is not None)
 
 
-def _apart(p: Node, n: Node, partition: Partition, partitioner: Partitioner) -> Decision:
-    """Two operators of different groups."""
-    refusal = partition.refusals.get((p, n)) or partitioner.merge_refusal(
-        partitioner.group_of[p], partitioner.group_of[n]
-    )
-    return _refused(refusal or Refusal(Rule.RECOMPUTE, n.name, "its group had grown by then"))
+def _apart(
+    p: Node, n: Node, partition: Partition, partitioner: Partitioner, price: Price | None
+) -> Decision:
+    """Two operators of different groups. What stood between the two when the groups were made may
+    be part of one of them by now."""
+    a, b = partitioner.group_of[p], partitioner.group_of[n]
+    refusal = partition.refusals.get((p, n))
+    if refusal is None or refusal.rule is Rule.CYCLE:
+        refusal = partitioner.union_refusal([a, b])
+    if refusal is not None:
+        return _refused(refusal)
+    costs = _predicted(price, a.nodes, b.nodes)
+    text = "nothing was priced"
+    if costs:
+        text = f"predicted {costs['predicted_us']:,.0f} µs, {costs['predicted_split_us']:,.0f} µs"
+        text += " apart"
+    return _refused(Refusal(Rule.NOT_CHOSEN, n.name, text, costs))
