@@ -20,7 +20,7 @@ import statistics
 import sys
 import traceback
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ sys.path.insert(0, str(HERE.parents[1] / "src"))
 
 import torch  # noqa: E402
 
-from onchip.analysis.cost import Pricer  # noqa: E402
+from onchip.analysis.cost import Pricer, Work  # noqa: E402
 from onchip.analysis.roofline import Ceilings  # noqa: E402
 from onchip.analysis.traffic import Ledger  # noqa: E402
 from onchip.capture import capture  # noqa: E402
@@ -69,9 +69,7 @@ def choices_of(case: Case, budget_s: float) -> Iterator[tuple[Ledger, decide.Cho
         planned = planner.plan(captured, inputs, Settings(budget_s=budget_s))
     finally:
         decide.Decider.choose = own  # type: ignore[method-assign]
-    nodes = [n for c in seen for n in c.unit.region.nodes]
-    graph = captured.graph.with_nodes(dict.fromkeys(nodes)) if False else captured.graph
-    ledger = Ledger(graph, planned.plan.layouts)
+    ledger = Ledger(captured.graph, planned.plan.layouts)
     for c in {c.unit.key: c for c in seen}.values():
         yield ledger, c
 
@@ -94,17 +92,16 @@ def line(case: Case, ledger: Ledger, c: decide.Choice, ceilings: Ceilings) -> di
         "library_us": v.library_us,
         "library_predicted_us": pricer.library_us(nodes),
         "floor_us": pricer.floor_us(nodes),
-        "work": None if work is None else json.loads(json.dumps(asdict(work), default=str)),
-        "nodes": [
-            {
-                "op": n.op,
-                "work": json.loads(
-                    json.dumps(w and asdict(w), default=str) if (w := pricer.work([n])) else "null"
-                ),
-            }
-            for n in nodes
-        ],
+        "work": features(work),
+        "nodes": [{"op": n.op, "work": features(pricer.work([n]))} for n in nodes],
     }
+
+
+def features(work: Work | None) -> dict[str, Any] | None:
+    if work is None:
+        return None
+    products = [asdict(p) | {"dtype": p.dtype.label} for p in work.products]
+    return asdict(replace(work, products=())) | {"products": products}
 
 
 def error(lines: list[dict[str, Any]], measured: str, predicted: str) -> str:

@@ -21,7 +21,7 @@ COPIED = tuple(1 << p for p in (12, 14, 16, 18, 20, 22, 24, 26))
 # (rows, columns, K) of products that show what a tile costs beyond its K, and the values tried.
 CPU_PRODUCTS = ((3136, 64, 64), (784, 128, 512), (3136, 64, 147))
 GPU_PRODUCTS = ((8192, 256, 64), (6272, 128, 1152), (1568, 512, 512))
-FILLS = tuple(8 * 2**0.5**i for i in range(16))
+FILLS = tuple(8 * 2 ** (i / 2) for i in range(11))
 # Of the shorter of moving bytes and computing, what the longer hides: least squares over the suite
 # `cpu` (two cores), and for GPUs what kernels with several programs a multiprocessor reach.
 OVERLAP = {False: 0.5, True: 0.8}

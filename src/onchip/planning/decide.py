@@ -228,7 +228,8 @@ class Decider:
                 for c, cuts in worth
                 if turn < len(cuts) and not (turn and (self._late or _cut_won(c, verdicts)))
             ]
-            parts = self.choose([g for c, cut in tried for g in halves(c, cut)], 0, depth - 1)
+            groups = [g for c, cut in tried for g in halves(c, cut)]
+            parts = self.choose(groups, self._most_for([c for c, _ in tried]), depth - 1)
             for i, (c, cut) in enumerate(tried):
                 self.progress("trying cuts", i, len(tried))
                 runs = [p.run(self.values) for p in (*parts[2 * i], *parts[2 * i + 1])]
@@ -251,6 +252,11 @@ class Decider:
         # measured again, side by side with the parts
         v = replace(v, **{f"{v.kind}_us": whole * 1e6})
         return replace(v, kind="split") if split < whole * (1 - LEAST_GAIN) else v
+
+    def _most_for(self, cut: Sequence[Choice]) -> int:
+        """Kernels worth compiling for the parts beyond one of each kind: none for parts of what a
+        kernel was found for, but groups that had been joined are the program's own."""
+        return self.most if any(c.unit.group.joined for c in cut) else 0
 
     @property
     def _late(self) -> bool:
@@ -306,7 +312,7 @@ class Decider:
         if not whole:
             return [[c] for c in found]
         groups = [g for c in whole for g in halves(c, c.verdict)]  # type: ignore[arg-type]
-        parts = self.choose(groups, 0, depth)
+        parts = self.choose(groups, self._most_for(whole), depth)
         of = {
             c: [replace(p, cut_from=(c, *p.cut_from)) for p in (*parts[2 * i], *parts[2 * i + 1])]
             for i, c in enumerate(whole)
