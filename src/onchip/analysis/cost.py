@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import ceil, exp, log
+from math import ceil, exp, inf, log
 
 from onchip.analysis.demand import recompute_factor
 from onchip.analysis.kind import Kind, contraction, node_kind
@@ -90,7 +90,8 @@ class Pricer:
 
     def __init__(self, ledger: Ledger, ceilings: Ceilings, graph: bool = True):
         self.ledger, self.ceilings, self.graph = ledger, ceilings, graph
-        self._facts: dict[Node, tuple[float, tuple[Product, ...], int]] = {}
+        self._facts: dict[Node, _Facts] = {}
+        self._calls: dict[Node, float] = {}
 
     def kernel_us(self, nodes: Iterable[Node]) -> float:
         """Microseconds of a region as one generated kernel; 0 if it launches nothing."""
@@ -103,53 +104,63 @@ class Pricer:
 
     def call_us(self, node: Node) -> float:
         """Microseconds of one operator as a library call."""
+        if node not in self._calls:
+            self._calls[node] = self._call_us(node)
+        return self._calls[node]
+
+    def _call_us(self, node: Node) -> float:
         if self.ledger.is_free(node):
             return 0.0
-        operations, products, elements = self._about(node)
-        work = Work(self.ledger.operator(node).dram_bytes, operations, products, elements)
-        c = self.ceilings
+        own, c = self._about(node), self.ceilings
+        nbytes = self.ledger.operator(node).dram_bytes
         starts = c.launch_us if not c.gpu else launch_us(c, self.graph)
-        return running_us(work, c) + starts
+        return running_us(Work(nbytes, own.operations, own.products, own.elements), c) + starts
 
-    def floor_us(self, nodes: Sequence[Node], fewer: float = 1.0) -> float:
+    def floor_us(self, nodes: Iterable[Node], fewer: float = 1.0) -> float:
         """What the region can't be faster than: its bytes at the speed of a copy, or its products'
-        arithmetic at the device's rate, and a launch. fewer: by how much a short form of
-        convolutions reduces their products."""
-        found = self.work(tuple(nodes))
-        if found is None:
+        arithmetic at the device's rate, nothing computed twice, and a launch. fewer: by how much a
+        short form of convolutions reduces their products."""
+        work = [n for n in nodes if not self.ledger.is_free(n)]
+        if not work:
             return 0.0
         c = self.ceilings
-        compute = sum(2.0 * p.m * p.n * p.k * p.batches / _rate(p, c) / 1e3 for p in found.products)
+        products = [p for n in work for p in self._about(n).products]
+        compute = sum(2.0 * p.m * p.n * p.k * p.batches / _rate(p, c) / 1e3 for p in products)
         starts = min(launch_us(c, self.graph), costs_of(c).start_us)
-        return max(moving_us(found.nbytes, c), compute / fewer) + starts
+        return max(moving_us(self.ledger.kernel(work).dram_bytes, c), compute / fewer) + starts
 
-    def work(self, nodes: Sequence[Node]) -> Work | None:
+    def work(self, nodes: Iterable[Node]) -> Work | None:
         """What a region does as one kernel; None if it launches nothing."""
         work = [n for n in nodes if not self.ledger.is_free(n)]
         if not work:
             return None
-        operations, products, elements = 0.0, [], 0
-        factors = _repeats(work)
+        operations, products, elements, phases = 0.0, [], 0, 1
+        again = self._repeats(work)
         for n in work:
-            o, p, e = self._about(n)
-            operations += o * factors.get(n, 1.0)
-            products += [_taller(x, factors.get(n, 1.0)) for x in p]
-            elements = max(elements, e)
-        phases = 1 + sum(self._in_chunks(n) for n in work)
+            own = self._about(n)
+            operations += own.operations * again.get(n, 1.0)
+            products += [_taller(x, again.get(n, 1.0)) for x in own.products]
+            elements = max(elements, own.elements)
+            phases += own.folded_to < costs_of(self.ceilings).processors
         nbytes = self.ledger.kernel(work).dram_bytes
         return Work(nbytes, operations, tuple(products), elements, phases)
 
-    def _about(self, node: Node) -> tuple[float, tuple[Product, ...], int]:
+    def _repeats(self, nodes: Sequence[Node]) -> dict[Node, float]:
+        """How often each operator's elements are computed where overlapping windows of the same
+        kernel read them, tile by tile. nodes: in an order of execution."""
+        out: dict[Node, float] = {}
+        maker = {t: n for n in nodes for t in n.results}
+        for n in reversed(nodes):
+            for t, factor in self._about(n).windows:
+                p = maker.get(t)
+                if p is not None and p is not n:
+                    out[p] = max(out.get(p, 1.0), out.get(n, 1.0) * factor)
+        return out
+
+    def _about(self, node: Node) -> _Facts:
         if node not in self._facts:
             self._facts[node] = _facts_of(node, self.ceilings.gpu)
         return self._facts[node]
-
-    def _in_chunks(self, node: Node) -> bool:
-        """A fold of too few results to be one tile each."""
-        if node_kind(node) is not Kind.REDUCTION:
-            return False
-        results = max((t.numel for t in node.results), default=1)
-        return _read_elements(node) >= LARGE_FOLD and results < costs_of(self.ceilings).processors
 
 
 def costs_of(ceilings: Ceilings) -> Costs:
@@ -244,27 +255,34 @@ def _splits(p: Product, gpu: bool) -> Sequence[int]:
 # ---- facts about operators ---------------------------------------------------------------------
 
 
-def _facts_of(node: Node, gpu: bool) -> tuple[float, tuple[Product, ...], int]:
-    """Instructions of one lane outside of products, the products, and elements of the largest
-    tensor."""
-    operations, products, elements = 0.0, [], _read_elements(node)
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """One operator: instructions of one lane outside of products, the products, elements of the
+    largest tensor; folded_to: results of a fold that is large (else infinity); windows: what it
+    reads, and how often tiles compute each element of it."""
+
+    operations: float
+    products: tuple[Product, ...]
+    elements: int
+    folded_to: float
+    windows: tuple[tuple[Tensor, float], ...]
+
+
+def _facts_of(node: Node, gpu: bool) -> _Facts:
+    operations, products, windows = 0.0, [], []
     for t in node.tensors:
         if t.body is None:
             continue
         found = contraction(t)
         if found is not None:
-            products.append(
-                Product(
-                    found.m, found.n, found.k, found.batches, found.lhs.src.dtype, "conv" in node.op
-                )
-            )
+            size = (found.m, found.n, found.k, found.batches)
+            products.append(Product(*size, found.lhs.src.dtype, "conv" in node.op))
         operations += _operations(t, found.reduce if found else None, gpu)
-        elements = max(elements, t.numel)
-    return operations, tuple(products), elements
-
-
-def _read_elements(node: Node) -> int:
-    return max((t.numel for t in (*node.inputs, *node.results)), default=0)
+        windows += [(s, _overlap(t, s)) for s in dict.fromkeys(ld.src for ld in loads(t.body))]
+    elements = max((t.numel for t in (*node.inputs, *node.tensors, *node.results)), default=0)
+    large = node_kind(node) is Kind.REDUCTION and elements >= LARGE_FOLD
+    folded_to = max((t.numel for t in node.results), default=1) if large else inf
+    return _Facts(operations, tuple(products), elements, folded_to, tuple(windows))
 
 
 def _operations(t: Tensor, product: Expr | None, gpu: bool) -> float:
@@ -302,23 +320,6 @@ def _instructions(fn: str, gpu: bool) -> float:
 
 
 # ---- recomputation -----------------------------------------------------------------------------
-
-
-def _repeats(nodes: Sequence[Node]) -> dict[Node, float]:
-    """How often each operator's elements are computed where overlapping windows of the same kernel
-    read them, tile by tile."""
-    out: dict[Node, float] = {}
-    maker = {t: n for n in nodes for t in n.tensors}
-    for n in reversed(nodes):
-        for t in n.tensors:
-            if t.body is None:
-                continue
-            for s in dict.fromkeys(ld.src for ld in loads(t.body)):
-                p = maker.get(s)
-                if p is not None and p is not n:
-                    again = out.get(n, 1.0) * _overlap(t, s)
-                    out[p] = max(out.get(p, 1.0), again)
-    return out
 
 
 def _overlap(reader: Tensor, read: Tensor) -> float:
