@@ -102,7 +102,7 @@ def test_a_device_that_is_not_there_has_parameters():
     assert 2 * 8192**3 / 712e6 <= big <= 1.2 * 2 * 8192**3 / 712e6
     # IEEE float32, or three TF32 products for one
     assert product_us(Product(8192, 8192, 8192, 1, F32), h200) == pytest.approx(
-        3 * product_us(Product(8192, 8192, 8192, 1, F32, tf32=True), h200)
+        3 * product_us(Product(8192, 8192, 8192, 1, F32, convolution=True), h200)
     )
 
 
@@ -144,3 +144,14 @@ def test_a_kernel_takes_more_than_its_floor_and_calls_more_than_it():
         assert pricer.kernel_us(nodes) < pricer.library_us(nodes)
         assert pricer.library_us(nodes) == sum(map(pricer.call_us, nodes))
         assert pricer.floor_us(nodes, 2.25) <= pricer.floor_us(nodes)
+
+
+def test_a_floor_by_hand():
+    pricer, nodes = pooled(3, 2, 1)
+    (product,) = pricer.work(nodes[:1]).products
+    flops = 2 * product.m * 8 * 36
+    slow = replace(CPU, costs=replace(COSTS, copied=((1 << 20, 1e-3),)))  # memory costs nothing
+    floor = Pricer(pricer.ledger, slow).floor_us
+    # nothing is computed twice, and a start is the cheaper of both
+    assert floor(nodes) == pytest.approx(flops / 100e3 + 2.0)
+    assert floor(nodes, 2.25) == pytest.approx(flops / 100e3 / 2.25 + 2.0)

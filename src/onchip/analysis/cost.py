@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, exp, inf, log
 
 from onchip.analysis.demand import recompute_factor
@@ -53,15 +53,15 @@ PARALLEL = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """(m × k) · (k × n), `batches` of them. matrix: the type of its operands; tf32: PyTorch's flags
-    may round them."""
+    """(m × k) · (k × n), `batches` of them, operands of type `dtype`. convolution: PyTorch's
+    defaults let TF32 round its operands, and with few taps it may have a short form."""
 
     m: int
     n: int
     k: int
     batches: int
     dtype: DType
-    tf32: bool = False
+    convolution: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +124,12 @@ class Pricer:
         if not work:
             return 0.0
         c = self.ceilings
-        products = [p for n in work for p in self._about(n).products]
-        compute = sum(2.0 * p.m * p.n * p.k * p.batches / _rate(p, c) / 1e3 for p in products)
+        compute = 0.0
+        for p in (p for n in work for p in self._about(n).products):
+            short = fewer if p.convolution else 1.0
+            compute += 2.0 * p.m * p.n * p.k * p.batches / _rate(p, c) / 1e3 / short
         starts = min(launch_us(c, self.graph), costs_of(c).start_us)
-        return max(moving_us(self.ledger.kernel(work).dram_bytes, c), compute / fewer) + starts
+        return max(moving_us(self.ledger.kernel(work).dram_bytes, c), compute) + starts
 
     def work(self, nodes: Iterable[Node]) -> Work | None:
         """What a region does as one kernel; None if it launches nothing."""
@@ -223,8 +225,8 @@ def computing_us(work: Work, ceilings: Ceilings) -> float:
 
 def _rate(p: Product, ceilings: Ceilings) -> float:
     """GFLOP/s. float32 on a GPU is IEEE's, or three TF32 products for one."""
-    rate = ceilings.rate(p.dtype, True, p.tf32)
-    if ceilings.gpu and p.dtype is DType.F32 and not p.tf32:
+    rate = ceilings.rate(p.dtype, True, p.convolution)
+    if ceilings.gpu and p.dtype is DType.F32 and not p.convolution:
         rate = max(rate, ceilings.rate(p.dtype, True, True) / 3)
     return rate
 
@@ -342,4 +344,4 @@ def _overlap(reader: Tensor, read: Tensor) -> float:
 
 def _taller(p: Product, factor: float) -> Product:
     """The product with so many times its rows."""
-    return p if factor == 1.0 else Product(ceil(p.m * factor), p.n, p.k, p.batches, p.dtype, p.tf32)
+    return p if factor == 1.0 else replace(p, m=ceil(p.m * factor))
