@@ -25,8 +25,8 @@ def test_the_fill_that_measurements_came_from_is_found(fill):
 
 
 def test_copies_are_kept_without_what_disturbed_them(monkeypatch):
-    """20 GB/s and 3 µs a start, but one short copy that took a millisecond: no longer than the
-    next longer copy."""
+    """20 GB/s and 3 µs a start, but one short copy took a millisecond. On a CPU it is the ceiling's
+    time and a start at most, on a GPU no longer than the next longer copy."""
     monkeypatch.setattr(calibrate, "COPIED", COPIED[:4])
     times = {n: 8 * n / 20e3 + 3.0 for n in COPIED[:4]}
     times[COPIED[1]] = 1000.0
@@ -38,13 +38,15 @@ def test_copies_are_kept_without_what_disturbed_them(monkeypatch):
         return times[size]
 
     points = calibrate._copied(torch.device("cpu"), timed, 3.0, CPU)
-    assert sorted(asked) == list(COPIED[:4])
+    assert asked == list(reversed(COPIED[:4]))
     assert [n for n, _ in points] == [8 * n for n in COPIED[:4]]
     us = [t for _, t in points]
     assert us == sorted(us)
     for i in (0, 2, 3):
         assert us[i] == pytest.approx(8 * COPIED[i] / 20e3)
-    assert us[1] == pytest.approx(us[2] / 1.05)
+    assert us[1] == pytest.approx(8 * COPIED[1] / 20e3 + 3.0)
+    gpu = calibrate._copied(torch.device("cpu"), timed, 3.0, replace(CPU, gpu=True))
+    assert gpu[1][1] == pytest.approx(gpu[2][1] / 1.05)
 
 
 def test_a_copy_that_is_shorter_than_its_start_has_some_time(monkeypatch):

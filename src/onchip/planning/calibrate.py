@@ -74,13 +74,16 @@ def _copied(
     device: torch.device, timed: Time, call: float, ceilings: Ceilings
 ) -> tuple[tuple[int, float], ...]:
     """See Costs. Whatever disturbs a measurement makes it longer, so a copy takes no longer than
-    one of more bytes, and the largest no longer than at the ceiling."""
+    one of more bytes, and the largest no longer than at the ceiling; on a CPU, where short copies
+    have no latency to speak of, none does."""
     source, target = torch.ones(2, COPIED[-1], device=device)
     points: list[tuple[int, float]] = []
     most = 2 * 4 * COPIED[-1] / ceilings.copy_gbs / 1e3
     for n in reversed(COPIED):
         x, y = source[:n], target[:n]
         us = timed(lambda x=x, y=y: torch.neg(x, out=y)) - call
+        if not ceilings.gpu:
+            most = min(most, 2 * 4 * n / ceilings.copy_gbs / 1e3 + call)
         # what an error of the start would make of a short copy is no speed
         us = min(max(us, call / 16), most)
         points.append((2 * 4 * n, us))
