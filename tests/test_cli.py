@@ -165,15 +165,16 @@ def test_main_flattens_a_message(api, monkeypatch, capsys):
 
 
 def test_doctor_says_what_is_missing(monkeypatch, tmp_path):
-    from onchip.analysis.roofline import Ceilings
+    from onchip.analysis.roofline import Ceilings, Costs
     from onchip.planning import doctor
 
-    made_up = Ceilings("proc", 12.0, {"float32": 34.0}, 5.0, "made up", gpu=False)
+    costs = Costs(((1_000_000, 50.0),), 2.0, 4, 16.0, 0.5)
+    made_up = Ceilings("proc", 12.0, {"float32": 34.0}, 5.0, "made up", gpu=False, costs=costs)
     monkeypatch.setattr(doctor, "ceilings", lambda refresh: [made_up])
     monkeypatch.setattr(doctor, "version", lambda name: None)
     monkeypatch.setenv("ONCHIP_CACHE", str(tmp_path / "c"))
     out = runner.invoke(cli.app, ["doctor"]).output
-    for part in ("copy 12 GB/s", "34 GFLOP/s", "C++ compiler", "not installed"):
+    for part in ("copy 12 GB/s", "34 GFLOP/s", "C++ compiler", "not installed", "1 MB 20 GB/s"):
         assert part in out
     assert Path(tmp_path / "c").is_dir()
     (tmp_path / "file").write_text("")

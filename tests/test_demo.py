@@ -127,6 +127,13 @@ def test_the_page_computes_its_ratios():
     assert "| 2.00× | 0.40× |" in first  # against eager, against the best
     assert "| 0.50× | 0.50× |" in second
     assert "a\\|b" in page
+    # 60 / 50 and 100 / 200
+    priced = [row | {"predicted_us": 60.0}, slow | {"predicted_us": 100.0}]
+    page_of = benchmarks.document({"s-d.json": {**result, "rows": priced}})
+    assert "of 2 rows: median 35%, worst 50%" in page_of
+    assert "| predicted |" in page_of
+    assert "Model error" not in page
+    assert "predicted |" not in page
     # sqrt(2 * 0.5) = 1 over both rows, won one
     assert "Against eager: 1.00× in the geometric mean of 2 rows, faster in 1." in page
     with pytest.raises(OnchipError, match="no 'rows'"):

@@ -200,12 +200,14 @@ def doctor(
 ) -> None:
     """This machine: devices, measured ceilings, compilers, versions, and what is missing."""
     from onchip.planning import doctor as checks
-    from onchip.report.analysis import ceilings_line, doctor_view
+    from onchip.report.analysis import ceilings_line, costs_line, doctor_view
 
     rows = checks.examine()
     with _progress() as step:
         step("measuring the ceilings", 0, 0)
-        rows += [("ceilings", ceilings_line(c), "") for c in checks.ceilings(refresh)]
+        for c in checks.ceilings(refresh):
+            rows.append(("ceilings", ceilings_line(c), ""))
+            rows += [("cost model", costs_line(c.costs), "")] if c.costs is not None else []
     _print(doctor_view(rows))
 
 

@@ -9,14 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from onchip.analysis.roofline import Ceilings, Costs
 from onchip.capture import capture
+from onchip.fusion.partition import Partitioner
 from onchip.fusion.region import region_of
 from onchip.planning import decide, planner
 from onchip.planning.assess import Compiled, Outcome
-from onchip.planning.cut import cheapest_cut, may_gain
+from onchip.planning.cut import cheapest_cut, may_gain, promising_cuts
 from onchip.planning.decide import launches
 from onchip.planning.library import onednn_steps, run_of
 from onchip.planning.plan import CallStep, KernelStep, LibraryStep
+from onchip.planning.pool import Pool, RankedCut
 from onchip.planning.tuner import Verdict, check_steps, load_verdict, tune
 from onchip.planning.values import run_eagerly
 from onchip.report.build import Facts, build_report
@@ -28,9 +31,17 @@ needs_onednn = pytest.mark.skipif(
 )
 
 
+# 1 MB takes 30 µs, a start 2
+COSTS = Costs(((1 << 20, 30.0), (1 << 28, 15_000.0)), 2.0, 2, 16.0, 0.5)
+CEILINGS = Ceilings("c", 20.0, {"float32": 100.0}, 2.0, "made up", gpu=False, costs=COSTS)
+
+
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("ONCHIP_CACHE", str(tmp_path))
+    monkeypatch.setattr(decide, "_ceilings", lambda *_: CEILINGS)
+    # no time that a test tells is far from what is predicted
+    monkeypatch.setattr(decide, "FAR_FROM_PREDICTED", float("inf"))
     torch.manual_seed(0)
     with torch.no_grad():
         yield
@@ -45,11 +56,13 @@ def program_of(model, x, settings=Settings(budget_s=600.0)):
     captured = capture(model, (x,))
     planned = planner.plan(captured, [x], settings)
     program = Program(model, (x,), {}, lambda *_: (captured, planned.plan), Settings())
-    got, eager = program(x), model(x)
-    want = model.double()(x.double())
+    as_tuple = lambda y: y if isinstance(y, tuple) else (y,)  # noqa: E731
+    got, eager = as_tuple(program(x)), as_tuple(model(x))
+    want = as_tuple(model.double()(x.double()))
     model.float()
-    assert (got.double() - want).norm() < 1e-5 * want.norm()
-    assert got.stride() == eager.stride()
+    for a, b, c in zip(got, eager, want, strict=True):
+        assert (a.double() - c).norm() < 1e-5 * c.norm()
+        assert a.stride() == b.stride()
     return captured, planned, program
 
 
@@ -225,6 +238,7 @@ def test_a_group_that_loses_is_cut_where_that_is_faster(monkeypatch, blocks):
         assert "one kernel takes 90 µs, the parts 60 µs" in d.text
         assert (d.costs["kernel_us"], d.costs["split_us"]) == (90.0, pytest.approx(60.0))
         assert (d.costs["library_us"], d.family) == (pytest.approx(80.0), "unprofitable")
+        assert 0 < d.costs["predicted_us"] < d.costs["predicted_split_us"]
     assert sum(d.fused for d in planned.decisions) == 2
     assert report_of(captured, planned).fused.launches == 4
 
@@ -391,3 +405,136 @@ def test_kernels_are_steps_of_their_own_kind(monkeypatch, blocks):
     monkeypatch.setattr(decide, "tune", lambda r, c, *_: Verdict("kernel", next(iter(c))))
     _, planned, _ = program_of(*blocks)
     assert all(isinstance(s, KernelStep) for s in planned.plan.steps)
+
+
+# ---- cuts that the search ranks ----------------------------------------------------------------
+
+
+def test_the_cheapest_cut_goes_first_unless_the_model_is_sure_of_another():
+    region, form, _, _ = parts_of(nn.Sequential(nn.ReLU(), nn.Sigmoid(), nn.Tanh(), nn.ELU()),
+                                  torch.randn(8))  # fmt: skip
+    a, b, c, _ = region.nodes
+    cheapest = cheapest_cut(region, form, launches)
+    assert cheapest is not None
+    assert cheapest.first == (0, 1)
+    ranked = [RankedCut((a,), 10.0), RankedCut((a, b), 12.0), RankedCut((a, b, c), 40.0)]
+    found = promising_cuts(region, cheapest, ranked, launches)
+    assert [f.first for f in found] == [(0, 1), (0,)]
+    assert found[1].nbytes == 2 * 4 * 8  # written and read again
+    sure = [RankedCut((a,), 10.0), RankedCut((a, b), 20.0), RankedCut((a, b, c), 40.0)]
+    assert [f.first for f in promising_cuts(region, cheapest, sure, launches)] == [(0,)]
+    assert promising_cuts(region, cheapest, [], launches) == [cheapest]
+
+
+class Four(nn.Module):
+    def forward(self, x):
+        return F.elu(torch.tanh(torch.sigmoid(torch.relu(x))))
+
+
+class Siblings(nn.Module):
+    def forward(self, x):
+        return torch.relu(x), torch.sigmoid(x), x * 2
+
+
+@pytest.fixture
+def one_cut(monkeypatch):
+    """Wholes of `size` operators are the library's, parts kernels; one_cut(size, times) gives the
+    parts' times in the order in which cuts are tried, and the list of what was stored."""
+
+    def told(size, times):
+        def tuned(region, c, *_):
+            if len(region.nodes) == size:
+                return Verdict("library", 0, 90.0, 80.0)
+            return Verdict("kernel", next(iter(c)), 30.0, 40.0)
+
+        left, stored, keep = iter(times), [], decide.store_verdict
+        monkeypatch.setattr(decide, "tune", tuned)
+        monkeypatch.setattr(decide, "fastest", lambda *_, **__: [80e-6, next(left)])
+        monkeypatch.setattr(decide, "store_verdict", lambda k, v: stored.append(v) or keep(k, v))
+        return stored
+
+    monkeypatch.setattr(decide, "DEPTH", 1)
+    return told
+
+
+def test_a_second_cut_is_tried_where_the_first_lost(one_cut):
+    stored = one_cut(4, [79e-6, 50e-6])
+    _, planned, _ = program_of(Four(), torch.randn(5, 7))
+    first, second = [v for v in stored if v.cut]
+    assert (first.kind, first.split_us) == ("library", pytest.approx(79.0))
+    assert (second.kind, second.split_us) == ("split", pytest.approx(50.0))
+    assert first.cut != second.cut
+    assert len(planned.plan.steps) == 2
+
+
+def test_the_first_cut_stays_where_the_second_is_worse(one_cut):
+    stored = one_cut(4, [78e-6, 79e-6])
+    program_of(Four(), torch.randn(5, 7))
+    first, second = [v for v in stored if v.cut]
+    assert first == second
+    assert (first.kind, first.split_us) == ("library", pytest.approx(78.0))
+
+
+def test_no_second_cut_where_the_first_won(one_cut):
+    stored = one_cut(4, [60e-6])
+    program_of(Four(), torch.randn(5, 7))
+    assert len([v for v in stored if v.cut]) == 1
+
+
+@pytest.mark.parametrize("parts", [60e-6, 100e-6])
+def test_joined_siblings_are_measured_against_their_groups(monkeypatch, one_cut, parts):
+    """One kernel of three results, or three kernels: whatever the groups' own verdicts are."""
+    monkeypatch.setattr(decide, "DEPTH", 2)
+    monkeypatch.setattr(decide, "may_gain", lambda *_: 0.0)
+    stored = one_cut(0, [parts, parts])
+    captured, planned, _ = program_of(Siblings(), torch.randn(64, 300))
+    whole = next(v for v in stored if v.cut)
+    assert whole.cut == (0,)
+    assert whole.split_us == pytest.approx(parts * 1e6)
+    if parts < 80e-6:
+        assert kinds(planned) == [("KernelStep", op) for op in ("relu", "sigmoid", "mul")]
+        return
+    assert kinds(planned) == [("KernelStep", "relu+sigmoid+mul")]
+    report = report_of(captured, planned)
+    # x is read once for three results
+    assert (report.fused.launches, report.fused.accesses) == (1, 4)
+    assert report.unfused.accesses == 6
+
+
+def test_fuel_joins_nothing(one_cut):
+    _, planned, _ = program_of(Siblings(), torch.randn(64, 300), Settings(fuel=5))
+    assert planned.pool is None
+    assert len(planned.plan.steps) == 3
+
+
+def test_a_kernel_far_from_what_is_predicted_for_its_parts_may_gain():
+    won = Verdict("kernel", 0, 8.0, 9.0)
+    assert may_gain(won, 3, parts_us=5.0) == 3.0
+    assert may_gain(won, 3, parts_us=6.0) == may_gain(won, 1, parts_us=5.0) == 0.0
+
+
+def test_the_report_holds_bound_and_gap():
+    captured, planned, _ = program_of(Four(), torch.randn(5, 7))
+    ceilings = CEILINGS
+    compiled = Compiled(captured, captured, planned, Outcome("fused", {"fused": 50.0}), 0.0)
+    report = build_report(Facts("m", "cpu", "float32", ceilings=ceilings), compiled, None)
+    bound = planned.bound(ceilings)
+    assert report.plan.predicted_us == sum(k.predicted_us for k in report.kernels)
+    assert report.plan.lower_bound_us == bound.lower_bound_us
+    assert report.plan.gap == pytest.approx(50.0 / bound.lower_bound_us - 1)
+    unknown = build_report(Facts("m", "cpu", "float32"), compiled, None)
+    assert unknown.plan == type(unknown.plan)()
+
+
+def test_groups_that_could_be_one_have_both_prices(monkeypatch):
+    """Where a join is possible but saves too little, the edge says so."""
+    monkeypatch.setattr(planner, "pool_of", lambda partition, *_: Pool(partition, (), {}, {}))
+    # the greedy partitioner merges nothing, and refuses nothing
+    monkeypatch.setattr(Partitioner, "try_merge", lambda *_: None)
+    _, planned, _ = program_of(nn.Sequential(nn.ReLU(), nn.Sigmoid()), torch.randn(64, 300))
+    (d,) = planned.decisions
+    assert (d.rule, d.family, d.fused) == ("NOT_CHOSEN", "unprofitable", False)
+    nbytes = 64 * 300 * 4
+    # a start, two tensors moved; as two kernels twice that
+    assert d.costs["predicted_split_us"] > d.costs["predicted_us"] > 2 * nbytes / (1 << 20) * 30
+    assert f"predicted {d.costs['predicted_us']:,.0f} µs" in d.text

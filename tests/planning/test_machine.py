@@ -4,12 +4,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onchip.analysis.roofline import Ceilings
+from onchip.analysis.roofline import Ceilings, Costs
 from onchip.errors import CacheError, CompilerError, OnchipError
 from onchip.fusion.machine import GPUS
 from onchip.planning import machine
 
-FOUND = Ceilings("p", 10.0, {"float32": 20.0}, 3.0, "test", gpu=False)
+COSTS = Costs(((1024, 0.5), (4096, 1.5)), 2.0, 4, 16.0, 0.5)
+FOUND = Ceilings("p", 10.0, {"float32": 20.0}, 3.0, "test", gpu=False, costs=COSTS)
 
 
 @pytest.fixture

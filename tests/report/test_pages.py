@@ -36,7 +36,8 @@ def test_text_holds_every_part():
     out = full().text(width=140)
     for part in ("pipeline:conv-relu-bn", "eager_channels_last", "physical limit", "k0",
                  "conv + relu + bn", "bn -> block.head: [unprofitable] measured",
-                 "rounding_removed at a -> b", "speedup 1.67×", "within 10.0%"):  # fmt: skip
+                 "rounding_removed at a -> b", "speedup 1.67×",
+                 "1.10 times the lower bound (100 µs)"):  # fmt: skip
         assert part in out
     assert "\x1b" not in out
     assert "\x1b" in full().text(color=True)

@@ -58,8 +58,12 @@ def test_every_operator_is_in_one_launch(name, captured):
         assert (k.code_bytes or 0) % 16 == 0
         assert k.measured_us is None
         assert k.dram_bytes == 2 * 128 * 128 * 4
-    # 131 kB take less time than the node of a CUDA graph
-    assert first.row.predicted_us == datasheet(name).graph_launch_us
+    # a node of a CUDA graph, and 131 kB
+    ceilings = datasheet(name)
+    assert first.row.predicted_us >= ceilings.graph_launch_us + ceilings.memory_us(
+        2 * 128 * 128 * 4
+    )
+    assert first.row.predicted_us < 1.5 * ceilings.graph_launch_us
     assert sort.text == ""
     assert sort.row.choice == "aten.sort.default"
     assert "no expression" in sort.refused[0][1]

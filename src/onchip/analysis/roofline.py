@@ -19,6 +19,25 @@ class Bound(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Costs:
+    """Parameters of the cost model (analysis.cost), measured on the device.
+
+    copied      (bytes, µs): what a copy takes that reads and writes so many bytes together, its
+                start left out; both ascend
+    start_us    what starting one generated kernel takes
+    processors  threads, or multiprocessors
+    fill        what a tile of a matrix product takes beyond its K, in steps of K
+    overlap     the part of the shorter of moving bytes and computing that the longer hides, 0 to 1
+    """
+
+    copied: tuple[tuple[int, float], ...]
+    start_us: float
+    processors: int
+    fill: float
+    overlap: float
+
+
+@dataclass(frozen=True, slots=True)
 class Ceilings:
     """A device's limits.
 
@@ -30,6 +49,7 @@ class Ceilings:
     source           where the figures come from
     gpu              launches overlap with running kernels, and matrix units with scalar ones;
                      on a CPU both add up
+    costs            how kernels fall short of that, for predictions; None: not measured
     """
 
     device: str
@@ -39,6 +59,7 @@ class Ceilings:
     source: str
     graph_launch_us: float | None = None
     gpu: bool = True
+    costs: Costs | None = None
 
     def rate(self, dtype: DType, matrix: bool = False, tf32: bool = False) -> float:
         """GFLOP/s of matrix products, or of scalar work, in `dtype`. Scalar work on half types

@@ -7,8 +7,9 @@ loop nest within budget. Whether the fused kernel is also faster is decided late
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 
 from onchip.fusion.contraction import as_contraction
 from onchip.fusion.machine import Machine
@@ -37,6 +38,7 @@ class Group:
     inner_products: int = 0  # matrix products of two activations
     size: float = 0.0  # operations per element
     root: Tensor | None = None  # a tensor over whose tiles the whole group could run
+    joined: tuple[tuple[Node, ...], ...] = ()  # groups that the search made one, in their order
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -140,11 +142,6 @@ class Partitioner:
         for x in b.nodes:
             self.group_of[x] = a
 
-    def merge_refusal(self, a: Group, b: Group) -> Refusal | None:
-        """Why the two groups can't be one kernel; None if they can."""
-        found = self._merged(a, b)
-        return found if isinstance(found, Refusal) else None
-
     def _merged(self, a: Group, b: Group) -> Tensor | Refusal | None:
         """The root of both groups as one, or why they can't be one kernel."""
         for g in (a, b):
@@ -161,7 +158,7 @@ class Partitioner:
         if a.size + b.size > SIZE_LIMIT:
             text = f"{a.size + b.size:.0f} operations per element of at most {SIZE_LIMIT:.0f}"
             return Refusal(Rule.TOO_LARGE, b.nodes[0].name, text)
-        between = self._path_between(a, b)
+        between = self._circle_through((a, b))
         if between is not None:
             return Refusal(Rule.CYCLE, between.name, f"through {between.name}")
         return self._root(a, b)
@@ -170,7 +167,10 @@ class Partitioner:
         """The root of a nest of both groups, None if it takes several; or why there is none."""
         if self._in_step(a, b):
             return b.nodes[0].results[0]
-        region = self.region(a.nodes + b.nodes)
+        return self._staged_root(self.region(a.nodes + b.nodes))
+
+    def _staged_root(self, region: Region) -> Tensor | Refusal | None:
+        """What the code generator says, once for each kind of region."""
         key = signature(region, self.strides, self.constants)
         if key not in self.memo:
             found = self.root_of(region, self.strides, self.constants)
@@ -196,34 +196,76 @@ class Partitioner:
                 return False
         return True
 
-    def own_refusal(self, n: Node) -> Refusal:
-        """Why only the library can run this operator."""
-        if n in self.addressed:
-            return Refusal(Rule.ADDRESSED, n.name)
-        return Refusal(Rule.OPAQUE, n.name, unsupported_reason(n))
+    # -- groups joined by the search (planning/pool.py)
 
-    def _path_between(self, a: Group, b: Group) -> Node | None:
-        """A node outside both on a path from a to b (then fusing them would make a cycle)."""
-        last = max(self.position[n] for n in b.nodes)
-        stack = [n for n in a.nodes]
+    def union_refusal(self, groups: Sequence[Group]) -> Refusal | None:
+        """Why these groups, in the partition's order, can't be one kernel; None if they can.
+        Several matrix products can if none reads from another: a tile has its part of each."""
+        for g in groups:
+            if g.opaque:
+                return self.own_refusal(g.nodes[0])
+        size = sum(g.size for g in groups)
+        last = groups[-1].nodes[0].name
+        if size > SIZE_LIMIT:
+            text = f"{size:.0f} operations per element of at most {SIZE_LIMIT:.0f}"
+            return Refusal(Rule.TOO_LARGE, last, text)
+        between = self._circle_through(groups)
+        if between is not None:
+            return Refusal(Rule.CYCLE, between.name, f"through {between.name}")
+        connected = any(self._reads(b, a) for a, b in combinations(groups, 2))
+        products = sum(g.products + g.inner_products for g in groups)
+        if products > 1 and (connected or any(g.inner_products for g in groups)):
+            return Refusal(
+                Rule.RECOMPUTE,
+                last,
+                "two matrix products: each tile would stream both weights again",
+            )
+        found = self._staged_root(self.region([n for g in groups for n in g.nodes]))
+        return found if isinstance(found, Refusal) else None
+
+    def joined(self, sets: Iterable[Sequence[Group]]) -> Partition:
+        """The partition with each of these sets of groups as one."""
+        for groups in sets:
+            whole = Group(
+                [n for g in groups for n in g.nodes],
+                False,
+                sum(g.products for g in groups),
+                sum(g.inner_products for g in groups),
+                sum(g.size for g in groups),
+                joined=tuple(tuple(g.nodes) for g in groups),
+            )
+            for n in whole.nodes:
+                self.group_of[n] = whole
+        return Partition(self._ordered(), self.refusals, self.merges)
+
+    def _reads(self, b: Group, a: Group) -> bool:
+        made = {t for n in a.nodes for t in n.results}
+        return any(made.intersection(n.inputs) for n in b.nodes)
+
+    def _circle_through(self, groups: Sequence[Group]) -> Node | None:
+        """A node outside of all the groups on a path from one to another."""
+        inside = {id(g) for g in groups}
+        last = max(self.position[n] for g in groups for n in g.nodes)
+        stack = [n for g in groups for n in g.nodes]
         seen: set[int] = set()
         while stack:
             n = stack.pop()
             for t in n.results:
                 for u in self.users.get(t, ()):
                     g = self.group_of[u]
-                    if g is a:
-                        continue
-                    if g is b:
-                        if self.group_of[n] is not a:
+                    if id(g) in inside:
+                        if id(self.group_of[n]) not in inside:
                             return n
-                        continue
-                    if self.position[u] <= last and id(u) not in seen:
-                        seen.add(id(u))
-                        # the whole group runs at once: leave it through any of its nodes
-                        stack += [x for x in g.nodes if id(x) not in seen or x is u]
-                        seen.update(id(x) for x in g.nodes)
+                    elif id(g) not in seen and min(map(self.position.__getitem__, g.nodes)) <= last:
+                        seen.add(id(g))
+                        stack += g.nodes
         return None
+
+    def own_refusal(self, n: Node) -> Refusal:
+        """Why only the library can run this operator."""
+        if n in self.addressed:
+            return Refusal(Rule.ADDRESSED, n.name)
+        return Refusal(Rule.OPAQUE, n.name, unsupported_reason(n))
 
     def _ordered(self) -> tuple[Group, ...]:
         """Topological order of the groups (Kahn's algorithm, earliest node first)."""

@@ -47,6 +47,10 @@ class Rule(Enum):
     NOT_WHOLE = (Family.UNSUPPORTED, "no kernel runs the group as a whole, so it is cut")
     SLOWER = (Family.UNPROFITABLE, "measured: the separate kernels are faster")
     LIBRARY_BETTER = (Family.UNPROFITABLE, "measured: a library call takes less time")
+    NOT_CHOSEN = (
+        Family.UNPROFITABLE,
+        "the search kept them apart: as one kernel they are not predicted to save noticeably",
+    )
     FUEL = (Family.UNPROFITABLE, "the fuel setting stopped fusion before this one")
     SWITCHED_OFF = (Family.UNPROFITABLE, "fusion is switched off here by the settings")
     WRONG = (Family.FAILED, "the candidate's result differs from the reference")

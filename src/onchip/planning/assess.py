@@ -8,7 +8,6 @@ original module runs. The outcome is kept in the cache, so a warm compile times 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import statistics
 import time
@@ -18,14 +17,12 @@ from typing import Any
 
 import torch
 
-from onchip.backends.cpp.compiler import build
 from onchip.backends.library import aten
 from onchip.capture.captured import Captured
 from onchip.capture.containers import flatten, rebuild
 from onchip.capture.export import gpus
 from onchip.capture.observe import clone_storage
 from onchip.capture.schema import is_view
-from onchip.errors import CompilerError
 from onchip.ir.graph import Node
 from onchip.planning.plan import LibraryStep, Plan
 from onchip.planning.planner import Planned
@@ -317,31 +314,3 @@ def library_times(
         runs = [lambda n=n: aten.call(n.call, values.tensors) for n in wanted]
         timed = [min(samples([r], 0.0, least=3, clock=clock)[0]) for r in runs]
     return {n.name: t * 1e6 for n, t in zip(wanted, timed, strict=True)}
-
-
-_EMPTY_KERNEL = """
-#include <cstdint>
-extern "C" int kernel(void** pointers) {
-  int status = 0;
-  #pragma omp parallel reduction(|:status)
-  { status |= pointers == nullptr; }
-  return status;
-}
-"""
-
-
-def kernel_call_us() -> float | None:
-    """Microseconds that starting one generated kernel takes: the call from Python and waking the
-    threads. None without a compiler."""
-    try:
-        function = build(_EMPTY_KERNEL).function
-    except CompilerError:
-        return None
-    pointers = (ctypes.c_void_p * 1)(0)
-    best = float("inf")
-    for _ in range(20):
-        start = time.perf_counter()
-        for _ in range(50):
-            function(pointers)
-        best = min(best, (time.perf_counter() - start) / 50)
-    return best * 1e6

@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from onchip.analysis.kind import Kind, node_kind
+from onchip.fusion.partition import Group
 from onchip.fusion.region import Region
 from onchip.ir.expr import Tensor
 from onchip.ir.graph import Node
 from onchip.planning.library import Step
 from onchip.planning.plan import CallStep
+from onchip.planning.pool import MODEL_ERROR, RankedCut
 from onchip.planning.tuner import Verdict
 
 # A group may be cut in two, and its parts once more.
@@ -18,8 +20,12 @@ DEPTH = 2
 # A cut is tried if it could save this share of the group's time, and of the whole program's, and
 # taken if it saves the last: less is within the noise of measuring.
 LEAST_SHARE, LEAST_OF_PROGRAM, LEAST_GAIN = 0.1, 0.02, 0.03
-# A kernel that takes so many times its floor may do worse than two that each do one thing well.
+# A kernel that takes so many times its floor may do worse than two that each do one thing well; so
+# may one that takes so many times what the model predicts for it, if parts are predicted faster.
 FAR_FROM_FLOOR = 2.5
+FAR_FROM_PREDICTED = 1.5
+# Cuts of one kind of region that are built and measured: the second only where the first lost.
+MOST_TRIED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,37 @@ def cheapest_cut(
         return None
     best = min(found, key=lambda f: (found[f], sorted(places[n] for n in f)))
     return Cut(tuple(sorted(places[n] for n in best)), found[best][0])
+
+
+def undone(group: Group, region: Region) -> Cut | None:
+    """The cut that takes the first of the groups apart which the search has joined; None if it
+    joined none. (Whole groups are sets that read nothing from the later ones.)"""
+    if not group.joined:
+        return None
+    first = frozenset(group.joined[0])
+    places = tuple(i for i, n in enumerate(region.nodes) if n in first)
+    return Cut(places, _bytes(region, first))
+
+
+def promising_cuts(
+    region: Region, cheapest: Cut, ranked: Sequence[RankedCut], launches: Callable[[Node], bool]
+) -> list[Cut]:
+    """The cuts to measure, first to last: that with the fewest bytes, unless the model is sure of a
+    better one, then the others that it can't tell from its best."""
+    places = {n: i for i, n in enumerate(region.nodes)}
+    found: dict[tuple[int, ...], float] = {}
+    for r in ranked:
+        second = [n for n in region.nodes if n not in set(r.first)]
+        if any(map(launches, r.first)) and any(map(launches, second)):
+            found[tuple(sorted(places[n] for n in r.first))] = r.us
+    if not found:
+        return [cheapest]
+    best = min(found.values())
+    near = [f for f, us in found.items() if us <= best * (1 + MODEL_ERROR)]
+    if found.get(cheapest.first, best) * (1 - MODEL_ERROR) <= best:
+        near = [cheapest.first, *(f for f in near if f != cheapest.first)]
+    cuts = (Cut(f, _bytes(region, frozenset(region.nodes[i] for i in f))) for f in near)
+    return list(cuts)[:MOST_TRIED]
 
 
 def _closed(region: Region) -> set[frozenset[Node]]:
@@ -99,12 +136,17 @@ def _bytes(region: Region, first: frozenset[Node]) -> int:
 
 
 def may_gain(
-    verdict: Verdict, operators: int, short_part: bool = False, floor_us: float = 0.0
+    verdict: Verdict,
+    operators: int,
+    short_part: bool = False,
+    floor_us: float = 0.0,
+    parts_us: float = 0.0,
 ) -> float:
     """Microseconds that a cut of this group could save at most, as far as is known: what the best
     form takes beyond oneDNN's calls if there are any, else anything if the generated kernel lost;
     half the time if a part, but not the whole, could have Winograd's form (short_part); what it
-    takes beyond its floor (0: not known) if that is far away. 0 if that is too little to try."""
+    takes beyond its floor if that is far away, or beyond what is predicted for parts of it (0: not
+    known). 0 if that is too little to try."""
     best = verdict.best_us
     if operators < 2 or best is None:
         return 0.0
@@ -116,4 +158,6 @@ def may_gain(
         gain = max(gain, best / 2)
     if 0 < FAR_FROM_FLOOR * floor_us < best:
         gain = max(gain, best - floor_us)
+    if 0 < FAR_FROM_PREDICTED * parts_us < best:
+        gain = max(gain, best - parts_us)
     return gain if gain >= LEAST_SHARE * best else 0.0

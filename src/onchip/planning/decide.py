@@ -3,37 +3,46 @@ whose fused kernel loses is cut in two if that is faster."""
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from onchip.analysis.cost import Pricer
+from onchip.analysis.roofline import Ceilings
+from onchip.analysis.traffic import Ledger
 from onchip.capture.captured import Captured
 from onchip.capture.schema import is_view
 from onchip.fusion.partition import Group, Partitioner
 from onchip.ir.graph import Node
+from onchip.planning import machine
 from onchip.planning.building import BUILD_SHARE, build_within
 from onchip.planning.candidates import Candidate, Context
+from onchip.planning.choice import Choice, halves
 from onchip.planning.cut import (
     DEPTH,
+    FAR_FROM_PREDICTED,
     LEAST_GAIN,
     LEAST_OF_PROGRAM,
+    MOST_TRIED,
     Cut,
     cheapest_cut,
     may_gain,
+    promising_cuts,
+    undone,
 )
 from onchip.planning.generators import Built, Failure, Generator
 from onchip.planning.isolation import Isolation
 from onchip.planning.library import Step as LibraryForm
-from onchip.planning.library import aten_steps, onednn_steps, run_of
-from onchip.planning.plan import Kernel, KernelStep, Step
+from onchip.planning.library import onednn_steps
+from onchip.planning.pool import price_of, ranked_cuts
 from onchip.planning.records import about_to_measure
 from onchip.planning.relayout import relayout_cut
 from onchip.planning.timing import Clock, clock_for, fastest
 from onchip.planning.tuner import (
     Verdict,
-    kernel_run,
     load_verdict,
     store_verdict,
     tune,
@@ -48,46 +57,6 @@ MEASURE_S = 0.1
 CUT_SHARE = 0.5
 
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Choice:
-    """How one unit runs. built, kernel: of the candidate that was chosen; onednn: its form with
-    oneDNN's calls (empty: there is none); cut_from: the choices for the larger regions that it is a
-    part of, outermost first."""
-
-    unit: Unit
-    verdict: Verdict | None
-    built: Built | None
-    kernel: Kernel | None
-    onednn: tuple[LibraryForm, ...]
-    cut_from: tuple[Choice, ...] = ()
-
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        nodes = self.unit.region.nodes
-        match self.verdict:
-            case Verdict(kind="kernel", index=i) if self.kernel is not None:
-                c, name = self.unit.candidates[i], self.unit.region.name
-                step = KernelStep(
-                    name, self.kernel, c.inputs, c.outputs, c.derived, nodes, c.workspace, c.waits,
-                    c.source.text,
-                )  # fmt: skip
-                return (step,)
-            case Verdict(kind="onednn") if self.onednn:
-                return self.onednn
-        return aten_steps(nodes)
-
-    def run(self, values: Values) -> Callable[[], object]:
-        """A closure that runs it once on the program's tensors."""
-        if self.verdict is not None and self.verdict.kind == "kernel" and self.kernel is not None:
-            return kernel_run(self.unit.candidates[self.verdict.index], self.kernel, values)
-        return run_of([s for s in self.steps if not isinstance(s, KernelStep)], values)
-
-    @property
-    def best_us(self) -> float:
-        """What the verdict measured for it; 0 if it was not timed."""
-        return (self.verdict.best_us if self.verdict is not None else None) or 0.0
 
 
 @dataclass(eq=False)
@@ -130,6 +99,13 @@ class Decider:
             layouts = self.partitioner.strides
             self._values = run_eagerly(self.captured, self.inputs, layouts)
         return self._values
+
+    @functools.cached_property
+    def pricer(self) -> Pricer:
+        """Predicted times of regions on this device, whose ceilings are measured if need be."""
+        graph, layouts = self.partitioner.graph, self.partitioner.strides
+        ceilings = _ceilings(str(self.device), torch.get_num_threads())
+        return Pricer(Ledger(graph, layouts), ceilings)
 
     def choices(self, groups: Sequence[Group]) -> list[Choice]:
         """How the groups run, in order; a group that is cut is two choices or more."""
@@ -189,7 +165,8 @@ class Decider:
         return out
 
     def _cut_untimed(self, u: Unit, why: str) -> Verdict | None:
-        cut = cheapest_cut(u.region, (), launches)
+        cut = undone(u.group, u.region) or relayout_cut(u.region.nodes)
+        cut = cut or cheapest_cut(u.region, (), launches)
         if cut is None:
             return None
         v = Verdict("split", cut=cut.first, refused=((u.region.name, why),))
@@ -283,52 +260,87 @@ class Decider:
 
     def _cut(self, found: list[Choice], known: dict[str, Verdict], depth: int) -> list[Choice]:
         """The choices with a cut in place of the whole where that was measured faster."""
-        tried = [(c, cut) for c, cut in self._worth_cutting(found, known)]
-        if not tried:
-            return found
-        parts = self.choose([g for c, cut in tried for g in halves(c, cut)], 0, depth - 1)
+        worth = self._worth_cutting(found, known)
         verdicts: dict[str, Verdict] = {}
-        for i, (c, cut) in enumerate(tried):
-            self.progress("trying cuts", i, len(tried))
-            assert c.verdict is not None
-            runs = [p.run(self.values) for p in (*parts[2 * i], *parts[2 * i + 1])]
-            both = [c.run(self.values), lambda r=runs: _all(r)]
-            whole, split = fastest(both, MEASURE_S, clock=clock_for(self.device))
-            v = replace(c.verdict, split_us=split * 1e6, cut=cut.first)
-            # measured again, side by side with the parts
-            v = replace(v, **{f"{v.kind}_us": whole * 1e6})
-            if split < whole * (1 - LEAST_GAIN):
-                v = replace(v, kind="split")
-            verdicts[c.unit.key] = v
-            store_verdict(c.unit.key, v)
+        for turn in range(MOST_TRIED):
+            tried = [
+                (c, cuts[turn])
+                for c, cuts in worth
+                if turn < len(cuts) and not (turn and (self._late or _cut_won(c, verdicts)))
+            ]
+            groups = [g for c, cut in tried for g in halves(c, cut)]
+            parts = self.choose(groups, self._most_for([c for c, _ in tried]), depth - 1)
+            for i, (c, cut) in enumerate(tried):
+                self.progress("trying cuts", i, len(tried))
+                runs = [p.run(self.values) for p in (*parts[2 * i], *parts[2 * i + 1])]
+                v = self._side_by_side(c, cut, runs, verdicts.get(c.unit.key))
+                verdicts[c.unit.key] = v
+                store_verdict(c.unit.key, v)
         return [replace(c, verdict=verdicts.get(c.unit.key, c.verdict)) for c in found]
+
+    def _side_by_side(
+        self, c: Choice, cut: Cut, runs: list[Callable[[], object]], before: Verdict | None
+    ) -> Verdict:
+        """The verdict after the whole and the parts were timed in turn; `before`: that of another
+        cut, which stays if its parts took less."""
+        assert c.verdict is not None
+        both = [c.run(self.values), lambda: _all(runs)]
+        whole, split = fastest(both, MEASURE_S, clock=clock_for(self.device))
+        if before is not None and before.split_us is not None and before.split_us <= split * 1e6:
+            return before
+        v = replace(c.verdict, split_us=split * 1e6, cut=cut.first)
+        # measured again, side by side with the parts
+        v = replace(v, **{f"{v.kind}_us": whole * 1e6})
+        return replace(v, kind="split") if split < whole * (1 - LEAST_GAIN) else v
+
+    def _most_for(self, cut: Sequence[Choice]) -> int:
+        """Kernels worth compiling for the parts beyond one of each kind: none for parts of what a
+        kernel was found for, but groups that had been joined are the program's own."""
+        return self.most if any(c.unit.group.joined for c in cut) else 0
+
+    @property
+    def _late(self) -> bool:
+        return time.perf_counter() - self.start > self.settings.budget_s * CUT_SHARE
 
     def _worth_cutting(
         self, found: list[Choice], known: dict[str, Verdict]
-    ) -> list[tuple[Choice, Cut]]:
-        """The first of each new kind of region that a cut might make noticeably faster."""
+    ) -> list[tuple[Choice, list[Cut]]]:
+        """The first of each new kind of region that a cut might make noticeably faster, with the
+        cuts to try. Groups that the search has joined are taken apart in any case: only a
+        measurement can say that they are better together."""
         total = sum(c.best_us for c in found)
         counts: dict[str, int] = {}
         for c in found:
             counts[c.unit.key] = counts.get(c.unit.key, 0) + 1
         out = []
         for k, c in {c.unit.key: c for c in reversed(found)}.items():
-            late = time.perf_counter() - self.start > self.settings.budget_s * CUT_SHARE
-            if k in known or c.verdict is None or late:
+            if k in known or c.verdict is None:
                 continue
-            behind = relayout_cut(c.unit.region.nodes)
-            if behind is not None:  # what it is there for
-                out.append((c, behind))
+            behind = relayout_cut(c.unit.region.nodes)  # what it is there for
+            if behind is not None:
+                out.append((c, [behind]))
                 continue
-            operators = len(c.unit.region.nodes)
-            floor = self.generator.floor_us(c.unit.region)
-            gain = may_gain(c.verdict, operators, self._short_part(c), floor) * counts[k]
+            if (cut := undone(c.unit.group, c.unit.region)) is not None and c.best_us:
+                out.append((c, [cut]))
+                continue
+            gain = 0.0 if self._late else self._gain(c) * counts[k]
             if gain <= 0 or gain < LEAST_OF_PROGRAM * total:
                 continue
             cut = cheapest_cut(c.unit.region, c.onednn, launches)
             if cut is not None:
-                out.append((c, cut))
+                ranked = ranked_cuts(c.unit.region.nodes, price_of(self.pricer))
+                out.append((c, promising_cuts(c.unit.region, cut, ranked, launches)))
         return out
+
+    def _gain(self, c: Choice) -> float:
+        """See may_gain."""
+        assert c.verdict is not None
+        region, best = c.unit.region, c.best_us
+        floor, parts = self.generator.floor_us(region), 0.0
+        price = price_of(self.pricer)
+        if len(region.nodes) > 1 and best > FAR_FROM_PREDICTED * price(region.nodes):
+            parts = min((r.us for r in ranked_cuts(region.nodes, price)), default=0.0)
+        return may_gain(c.verdict, len(region.nodes), self._short_part(c), floor, parts)
 
     def _short_part(self, c: Choice) -> bool:
         """The region has a convolution that could take Winograd's form, but its kernel has not."""
@@ -344,7 +356,7 @@ class Decider:
         if not whole:
             return [[c] for c in found]
         groups = [g for c in whole for g in halves(c, c.verdict)]  # type: ignore[arg-type]
-        parts = self.choose(groups, 0, depth)
+        parts = self.choose(groups, self._most_for(whole), depth)
         of = {
             c: [replace(p, cut_from=(c, *p.cut_from)) for p in (*parts[2 * i], *parts[2 * i + 1])]
             for i, c in enumerate(whole)
@@ -367,12 +379,14 @@ def _left_out(u: Unit) -> Verdict:
     return Verdict("library", left_out=u.left_out + len(u.candidates))
 
 
-def halves(choice: Choice, cut: Cut | Verdict) -> tuple[Group, Group]:
-    """The two parts of a region as groups of their own."""
-    places = cut.first if isinstance(cut, Cut) else cut.cut
-    nodes = choice.unit.region.nodes
-    first = [nodes[i] for i in places]
-    return Group(first, False), Group([n for n in nodes if n not in first], False)
+@functools.cache
+def _ceilings(device: str, threads: int) -> Ceilings:
+    """Read, or measured, once a process: every compilation prices regions."""
+    return machine.measure(device)
+
+
+def _cut_won(c: Choice, verdicts: dict[str, Verdict]) -> bool:
+    return c.unit.key in verdicts and verdicts[c.unit.key].kind == "split"
 
 
 def launches(node: Node) -> bool:

@@ -12,6 +12,7 @@ from onchip.capture.captured import Captured
 from onchip.capture.containers import flatten
 from onchip.planning import assess, peers
 from onchip.planning.assess import Compiled, Measured
+from onchip.planning.calibrate import kernel_call_us
 from onchip.planning.peers import quiet
 from onchip.planning.plan import LibraryStep, Plan
 
@@ -86,5 +87,5 @@ def measure(
         k: v for k, v in times.items() if k not in ("eager", "onchip")
     }
     baselines |= dict.fromkeys(failed)
-    call_us = assess.kernel_call_us() if device.type == "cpu" else None
+    call_us = kernel_call_us() if device.type == "cpu" else None
     return Measured(times["eager"], times["onchip"], baselines, tuple(notes), node_us, call_us)

@@ -8,7 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from onchip.analysis.cost import Pricer
 from onchip.analysis.record import Decision
+from onchip.analysis.roofline import Ceilings
+from onchip.analysis.traffic import Ledger
 from onchip.capture.captured import Captured
 from onchip.capture.cleanup import constant_tensors
 from onchip.capture.devices import device_of
@@ -21,16 +24,22 @@ from onchip.ir.graph import Graph, Node
 from onchip.planning.decide import Choice, Decider, Progress
 from onchip.planning.generators import Built, generator_for
 from onchip.planning.plan import CallStep, Plan, Step
+from onchip.planning.pool import Bound, Pool, Price, bound_of, join, pool_of, price_of
 from onchip.planning.tuner import Verdict
 from onchip.planning.units import Unit
 from onchip.settings import Settings
+
+# Multiplications of a convolution over those of its short form: 36 to 16 for 2 × 2 results of 3 × 3
+# taps (fusion/winograd.py).
+WINOGRAD_SAVES = 2.25
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Planned:
     """A plan and its books. generator: its name; timed: whether its kernels' times say
     anything; problem: why it could build nothing ("" if it could); notes: what a user should know
-    of how it was made."""
+    of how it was made; pool: what the search chose from; short_forms: convolutions may be computed
+    with fewer products."""
 
     plan: Plan
     steps_of: tuple[tuple[Step, Unit, Verdict | None, Built | None], ...]
@@ -43,6 +52,19 @@ class Planned:
     timed: bool = True
     problem: str = ""
     notes: tuple[str, ...] = ()
+    partitioner: Partitioner | None = None
+    pool: Pool | None = None
+    short_forms: bool = False
+
+    def bound(self, ceilings: Ceilings) -> Bound | None:
+        """The cheapest cover of the regions that the search knew, and its lower bound, by
+        prediction; None where nothing could be timed, or every fusion came in its order (fuel)."""
+        if self.pool is None or self.partitioner is None:
+            return None
+        graph, layouts = self.partitioner.graph, self.partitioner.strides
+        pricer = Pricer(Ledger(graph, layouts), ceilings)
+        fewer = WINOGRAD_SAVES if self.short_forms else 1.0
+        return bound_of(self.pool, self.partitioner, pricer, fewer)
 
 
 def plan(
@@ -65,12 +87,17 @@ def plan(
     )
     partition = partitioner.run()
     decider = Decider(captured, inputs, settings, partitioner, generator, device, progress)
+    pool, price = None, None
+    if decider.clock is not None and not generator.problem and settings.fuel is None:
+        price = price_of(decider.pricer)
+        pool = pool_of(partition, partitioner, price)
+        partition = join(pool, partitioner)
     choices = decider.choices(partition.groups)
     steps = tuple((s, c.unit, c.verdict, c.built) for c in choices for s in c.steps)
     return Planned(
         Plan(tuple(s for s, *_ in steps), layouts),
         steps,
-        _decisions(partition, partitioner, choices),
+        _decisions(partition, partitioner, choices, price),
         decider.built,
         decider.reused,
         time.perf_counter() - start,
@@ -79,6 +106,9 @@ def plan(
         generator.timed,
         generator.problem,
         tuple(decider.isolation.notes) if decider.isolation is not None else (),
+        partitioner,
+        pool,
+        generator.name == "cpp" and settings.winograd and settings.numerics == "fast",
     )
 
 
@@ -95,9 +125,12 @@ def copying_views(graph: Graph, layouts: dict[Tensor, tuple[int, ...]]) -> Graph
 
 
 def _decisions(
-    partition: Partition, partitioner: Partitioner, choices: Sequence[Choice]
+    partition: Partition,
+    partitioner: Partitioner,
+    choices: Sequence[Choice],
+    price: Price | None,
 ) -> tuple[Decision, ...]:
-    """One decision for every edge between two operators."""
+    """One decision for every edge between two operators. price: None where nothing was priced."""
     choice_of = {n: c for c in choices for n in c.unit.region.nodes}
     out = []
     for n in partitioner.graph.nodes:
@@ -109,9 +142,9 @@ def _decisions(
             if a is b:
                 found = _inside(a, p, n)
             elif partitioner.group_of[p] is partitioner.group_of[n]:
-                found = _cut(a, b)
+                found = _cut(a, b, price)
             else:
-                found = _apart(p, n, partition, partitioner)
+                found = _apart(p, n, partition, partitioner, price)
             costs = {"bytes_saved": 2 * saved, **found.costs}
             out.append(replace(found, edge=(p.name, n.name), costs=costs))
     return tuple(out)
@@ -143,7 +176,7 @@ def _inside(c: Choice, p: Node, n: Node) -> Decision:
     return _refused(Refusal(rule, c.unit.region.name, why, dict(v.costs)))
 
 
-def _cut(a: Choice, b: Choice) -> Decision:
+def _cut(a: Choice, b: Choice, price: Price | None) -> Decision:
     """Two operators of one group that was cut between them."""
     whole = [x for x, y in zip(a.cut_from, b.cut_from, strict=False) if x is y][-1]
     v = whole.verdict
@@ -152,7 +185,22 @@ def _cut(a: Choice, b: Choice) -> Decision:
         return _refused(Refusal(Rule.NOT_WHOLE, whole.unit.region.name, v.refused[0][1]))
     fused = "one kernel takes" if v.kernel_us is not None else "no kernel runs it whole; it takes"
     text = f"{fused} {_whole_us(v):,.0f} µs, the parts {v.split_us:,.0f} µs"
-    return _refused(Refusal(Rule.SLOWER, whole.unit.region.name, text, dict(v.costs)))
+    nodes = whole.unit.region.nodes
+    first = [nodes[i] for i in v.cut]
+    costs = v.costs | _predicted(price, first, [n for n in nodes if n not in first])
+    return _refused(Refusal(Rule.SLOWER, whole.unit.region.name, text, costs))
+
+
+def _predicted(
+    price: Price | None, first: Sequence[Node], second: Sequence[Node]
+) -> dict[str, float]:
+    """Predicted microseconds of two parts as one kernel, and of each on its own."""
+    if price is None:
+        return {}
+    return {
+        "predicted_us": price([*first, *second]),
+        "predicted_split_us": price(first) + price(second),
+    }
 
 
 def _whole_us(v: Verdict) -> float:
@@ -160,9 +208,20 @@ def _whole_us(v: Verdict) -> float:
     return next(t for t in times if t is not None)
 
 
-def _apart(p: Node, n: Node, partition: Partition, partitioner: Partitioner) -> Decision:
-    """Two operators of different groups."""
-    refusal = partition.refusals.get((p, n)) or partitioner.merge_refusal(
-        partitioner.group_of[p], partitioner.group_of[n]
-    )
-    return _refused(refusal or Refusal(Rule.RECOMPUTE, n.name, "its group had grown by then"))
+def _apart(
+    p: Node, n: Node, partition: Partition, partitioner: Partitioner, price: Price | None
+) -> Decision:
+    """Two operators of different groups. What stood between the two when the groups were made may
+    be part of one of them by now."""
+    a, b = partitioner.group_of[p], partitioner.group_of[n]
+    refusal = partition.refusals.get((p, n))
+    if refusal is None or refusal.rule is Rule.CYCLE:
+        refusal = partitioner.union_refusal([a, b])
+    if refusal is not None:
+        return _refused(refusal)
+    costs = _predicted(price, a.nodes, b.nodes)
+    text = "nothing was priced"
+    if costs:
+        text = f"predicted {costs['predicted_us']:,.0f} µs, {costs['predicted_split_us']:,.0f} µs"
+        text += " apart"
+    return _refused(Refusal(Rule.NOT_CHOSEN, n.name, text, costs))

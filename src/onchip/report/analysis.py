@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from onchip.analysis.roofline import Bound, Ceilings
+from onchip.analysis.roofline import Bound, Ceilings, Costs
 from onchip.analysis.summary import Analysis, OperatorRow
 from onchip.backends.cache import KINDS, MOST_BYTES, Entry
 from onchip.report.text import UNKNOWN, count, improvement, quantity, time
@@ -23,6 +23,18 @@ def ceilings_line(c: Ceilings) -> str:
     if c.graph_launch_us is not None:
         launch += f", {time(c.graph_launch_us)} in a CUDA graph"
     return f"{c.device}: copy {c.copy_gbs:,.0f} GB/s; {rates}; {launch} ({c.source})"
+
+
+def costs_line(c: Costs) -> str:
+    """The cost model's parameters."""
+    copies = ", ".join(
+        f"{quantity(n, 'B')} {n / us / 1e3:,.0f} GB/s" for n, us in c.copied if us > 0
+    )
+    return (
+        f"a kernel starts in {time(c.start_us)} on {c.processors} processors; copies of {copies}; "
+        f"a product's tile takes {c.fill:.0f} steps of K more than it has; of moving and "
+        f"computing, {c.overlap:.0%} of the shorter is hidden"
+    )
 
 
 def analysis_view(name: str, a: Analysis, top: int = 30) -> Group:

@@ -97,6 +97,7 @@ def row_of(name: str, report: Report) -> dict[str, Any]:
         "name": name,
         "dtype": report.dtype,
         "onchip_us": report.fused.latency_us,
+        "predicted_us": report.plan.predicted_us,
         "peers": {"eager": report.unfused.latency_us, **report.baselines},
         "floor_us": report.bound_us,
         "error": report.numerics.error,
@@ -111,7 +112,8 @@ def row_of(name: str, report: Report) -> dict[str, Any]:
 
 def failed(case: Case, error: Exception) -> dict[str, Any]:
     """The row of a case that has no figures."""
-    unknown = ("onchip_us", "floor_us", "error", "eager_error", "launches", "bytes", "share")
+    unknown = ("onchip_us", "predicted_us", "floor_us", "error", "eager_error", "launches", "bytes",
+               "share")  # fmt: skip
     row: dict[str, Any] = {"name": case.name, "dtype": str(case.dtype or "").removeprefix("torch.")}
     return {
         **row,

@@ -24,6 +24,8 @@ from onchip.planning.peers import quiet
 from onchip.report import bench_replay as replay
 from onchip.report.bench import failed, grouped
 from onchip.report.bench_suites import Case
+from onchip.report.build import predicted_us
+from onchip.runtime.program import Program
 from onchip.runtime.verify import Verification, verify
 from onchip.settings import Settings
 
@@ -78,6 +80,7 @@ class DeviceBench:
         notes = [*program.notes, *(f"{k}: {why}" for k, why in untimed.items())]
         return self._figures(case, times, graph, verified) | {
             "launches": program.launches,
+            "predicted_us": self._predicted_us(program),
             "peers": {k: times.get(k) for k in (*times, *untimed) if k != "onchip"},
             "notes": "; ".join(notes),
             "seconds": self.seconds,
@@ -107,6 +110,14 @@ class DeviceBench:
         from onchip import api
 
         api.judge(verified, case.name)
+
+    def _predicted_us(self, program: Program) -> float | None:
+        """By the cost model, nothing in the caches as when it is measured; None where the program
+        runs in eager mode."""
+        known = self.ceilings.costs
+        cold = known and replace(known, copied=known.copied[-1:])
+        ceilings = replace(self.ceilings, costs=cold)
+        return predicted_us(program.compiled[-1], ceilings) if program.compiled else None
 
     def _measured_on(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """The inputs that the program is verified and timed on, for those it was compiled on."""

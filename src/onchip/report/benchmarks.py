@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,8 @@ model on the same inputs in one process, interleaved; a time is the median of a 
 the relative distance from a float64 run, in the Euclidean norm. The floor is what moving inputs,
 outputs and weights once, or doing the arithmetic, takes at the machine's measured ceilings; the
 arithmetic is the operators' own, of which Winograd's form of a 3-tap convolution does less.
-`vs best` is the best peer's time over onchip's: above 1, onchip is the fastest.
+`vs best` is the best peer's time over onchip's: above 1, onchip is the fastest. `predicted` is the
+cost model's time for the program, worked out before anything was built.
 
 On a GPU each form runs inside CUDA graphs, over rotated inputs that together are several times its
 last cache. `bytes` are inputs, weights and results, each once; `share` is how much of the rate of a
@@ -34,7 +36,7 @@ that `vs best` counts.
 BARE = "bare"  # a product of the library without the model's other operators
 
 # columns that only some suites have
-EXTRA = {"bytes": "bytes", "share": "share", "target_us": "target"}
+EXTRA = {"predicted_us": "predicted", "bytes": "bytes", "share": "share", "target_us": "target"}
 
 
 def document(results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -50,7 +52,7 @@ def _suite(result: Mapping[str, Any]) -> str:
     rows = result["rows"]
     peers = list(dict.fromkeys(p for r in rows for p in r["peers"]))
     versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
-    extra = [k for k in EXTRA if any(r[k] is not None for r in rows)]
+    extra = [k for k in EXTRA if any(r.get(k) is not None for r in rows)]
     head = ["model", "dtype", "onchip", *peers, "vs eager", "vs best", "floor",
             *(EXTRA[k] for k in extra), "launches", "error (eager's)"]  # fmt: skip
     lines = [
@@ -62,6 +64,7 @@ def _suite(result: Mapping[str, Any]) -> str:
         *(_line(_cells(r, peers, extra)) for r in rows),
         "",
         *summary(rows),
+        *_model_error(rows),
         *(f"- {r['name']}: {r['notes']}" for r in rows if r["notes"]),
         *_reasons(result),
     ]
@@ -98,10 +101,12 @@ def _line(cells: Sequence[str]) -> str:
 
 def _extra(row: Mapping[str, Any], key: str) -> str:
     """A figure that only some suites have."""
-    value, own = row[key], row["onchip_us"]
+    value, own = row.get(key), row["onchip_us"]
     match key:
         case _ if value is None:
             return UNKNOWN
+        case "predicted_us":
+            return time(value)
         case "bytes":
             return quantity(value, "B")
         case "share":
@@ -160,6 +165,18 @@ def _means(group: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
                 f"in {won}.\n"
             )
     return lines
+
+
+def _model_error(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How far the cost model's predictions are from what was measured."""
+    pairs = [(r.get("predicted_us"), r["onchip_us"]) for r in rows]
+    off = [abs(p / us - 1) for p, us in pairs if p and us]
+    if not off:
+        return []
+    return [
+        f"Model error (predicted over measured, less 1) of {len(off)} rows: median "
+        f"{statistics.median(off):.0%}, worst {max(off):.0%}.\n"
+    ]
 
 
 def main(folder: str, page: str) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from onchip.analysis.cost import Pricer
 from onchip.analysis.record import Decision, GraphCoverage, KernelRow, LedgerEntry, Totals, total
-from onchip.analysis.roofline import Ceilings, kernel_us
-from onchip.analysis.summary import compute_us, program_bound_us
+from onchip.analysis.roofline import Ceilings
+from onchip.analysis.summary import program_bound_us
 from onchip.analysis.traffic import Ledger, Traffic, account
 from onchip.backends.cpp.compiler import Binary
 from onchip.backends.nvidia.build import Built
@@ -55,6 +56,7 @@ def build_report(facts: Facts, compiled: Compiled, measured: Measured | None) ->
     program_us = measured.program_us if measured else times.get(outcome.form)
     rows = list(_rows(compiled, measured, ceilings))
     kernels = tuple(k for k, _ in rows)
+    plan = _plan(compiled, kernels, ceilings, _compared_us(measured, program_us))
     return Report(
         model=facts.model,
         device=facts.device,
@@ -68,7 +70,7 @@ def build_report(facts: Facts, compiled: Compiled, measured: Measured | None) ->
             ceilings.launch_us if ceilings else None, _fused_launch_us(facts, measured)
         ),
         numerics=Numerics(facts.error, facts.eager_error, tuple(_ledger(compiled))),
-        plan=PlanSummary(_sum(k.predicted_us for k in kernels)),
+        plan=plan,
         compile=compile_summary(compiled, eager_us, program_us),
         cuda_graph=facts.coverage or GraphCoverage(),
         kernels=kernels,
@@ -89,6 +91,33 @@ def compile_summary(
         each = compiled.seconds / (eager_us - program_us)
         pays = math.ceil(each * 1e6)
     return CompileSummary(compiled.seconds, planned.built, planned.reused, left_out, each, pays)
+
+
+def predicted_us(compiled: Compiled, ceilings: Ceilings) -> float | None:
+    """The predicted time of a call; None if a kernel's is not known."""
+    return _sum(k.predicted_us for k, _ in _rows(compiled, None, ceilings))
+
+
+def _plan(
+    compiled: Compiled,
+    kernels: Sequence[KernelRow],
+    ceilings: Ceilings | None,
+    measured_us: float | None,
+) -> PlanSummary:
+    predicted = _sum(k.predicted_us for k in kernels)
+    found = compiled.planned.bound(ceilings) if ceilings is not None else None
+    if found is None or compiled.outcome.form == EAGER:
+        return PlanSummary(predicted)
+    bound = found.lower_bound_us
+    gap = measured_us / bound - 1 if measured_us is not None and bound > 0 else None
+    return PlanSummary(predicted, bound, gap)
+
+
+def _compared_us(measured: Measured | None, program_us: float | None) -> float | None:
+    """What the bound is compared with: on a GPU the time of the program as one CUDA graph, where
+    that was taken, as the bound prices launches as nodes of one."""
+    graph = measured.baselines.get("onchip_graph") if measured else None
+    return graph if graph is not None else program_us
 
 
 def _fused_launch_us(facts: Facts, measured: Measured | None) -> float | None:
@@ -122,23 +151,24 @@ def _rows(
     """One row for each launch, in execution order; views launch nothing."""
     layouts = compiled.planned.plan.layouts if compiled.outcome.form == FUSED else None
     ledger = Ledger(_shipped(compiled).graph, layouts)
+    pricer = Pricer(ledger, ceilings) if ceilings is not None else None
     folded = _folded(compiled)
     node_us = measured.node_us if measured else {}
     if compiled.outcome.form != FUSED:
         for node in ledger.graph.nodes:
             if not ledger.is_free(node):
-                yield _library_row(node, ledger, folded, node_us, ceilings)
+                yield _library_row(node, ledger, folded, node_us, pricer)
         return
     own = {n.name: n for n in ledger.graph.nodes}  # planning may have put a copy in a node's place
     for step, unit, verdict, built in compiled.planned.steps_of:
         if isinstance(step, LibraryStep):
             node = own[step.node.name]
             if not ledger.is_free(node):
-                yield _library_row(node, ledger, folded, node_us, ceilings)
+                yield _library_row(node, ledger, folded, node_us, pricer)
             continue
         nodes = tuple(own[n.name] for n in step.nodes)
         traffic = launched(ledger.kernel(nodes), built)
-        row = kernel_row(step.name, nodes, traffic, ledger, folded, ceilings)
+        row = kernel_row(step.name, nodes, traffic, ledger, folded, pricer)
         if isinstance(step, CallStep):
             alone = verdict is not None and step.nodes == unit.region.nodes
             us = verdict.onednn_us if verdict is not None and alone else None
@@ -164,11 +194,13 @@ def _library_row(
     ledger: Ledger,
     folded: Mapping[str, tuple[str, ...]],
     node_us: Mapping[str, float],
-    ceilings: Ceilings | None,
+    pricer: Pricer | None,
 ) -> tuple[KernelRow, Totals]:
     traffic = ledger.operator(node)
-    row = kernel_row(node.name, (node,), traffic, ledger, folded, ceilings)
-    return replace(row, choice=node.call.target, measured_us=node_us.get(node.name)), traffic.totals
+    row = kernel_row(node.name, (node,), traffic, ledger, folded, None)
+    us = pricer.call_us(node) if pricer is not None else None
+    row = replace(row, choice=node.call.target, predicted_us=us)
+    return replace(row, measured_us=node_us.get(node.name)), traffic.totals
 
 
 def kernel_row(
@@ -177,16 +209,11 @@ def kernel_row(
     traffic: Traffic,
     ledger: Ledger,
     folded: Mapping[str, tuple[str, ...]],
-    ceilings: Ceilings | None,
-    graph: bool = False,
+    pricer: Pricer | None,
 ) -> KernelRow:
-    """What analysis knows of one launch. folded: operators that live on in a layer's weights;
-    graph: launches are nodes of a CUDA graph."""
+    """What analysis knows of one generated kernel. folded: operators that live on in a layer's
+    weights."""
     ops = tuple(o for n in nodes for o in (n.name, *folded.get(n.name, ())))
-    predicted = None
-    if ceilings is not None:
-        running = max(ceilings.memory_us(traffic.dram_bytes), compute_us(ledger, nodes, ceilings))
-        predicted = kernel_us(ceilings, running, traffic.launches, graph)
     position = min(ledger.position[n] for n in nodes)
     return KernelRow(
         f"k{position} {name}",
@@ -194,7 +221,7 @@ def kernel_row(
         "library",
         dram_bytes=traffic.dram_bytes,
         flops=traffic.flops,
-        predicted_us=predicted,
+        predicted_us=pricer.kernel_us(nodes) if pricer is not None else None,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from onchip.analysis.cost import Pricer
 from onchip.analysis.record import KernelRow
 from onchip.analysis.roofline import Ceilings
 from onchip.analysis.traffic import Ledger
@@ -65,8 +66,8 @@ def preview(
     captured: Captured, gpu: Gpu, ceilings: Ceilings, progress: Progress = lambda *_: None
 ) -> tuple[Preview, ...]:
     """Partition a captured model for the GPU and compile each group's most promising variant (the
-    next one, where that can't be compiled or is over budget). Times are the roofline's, launches
-    priced as nodes of a CUDA graph. CompilerError if Triton is not installed."""
+    next one, where that can't be compiled or is over budget). Times are the cost model's,
+    launches priced as nodes of a CUDA graph. CompilerError if Triton is not installed."""
     triton_version()
     generator = generator_for_gpu(gpu)
     if generator.pads_operands:
@@ -86,12 +87,12 @@ def preview(
     kinds = _kinds(groups, regions, keys, generator, context)
     for n in range(MOST_TRIED):
         _compile(kinds, n, generator, context, progress)
-    ledger = Ledger(graph, layouts)
+    pricer = Pricer(Ledger(graph, layouts), ceilings)
     out: list[Preview] = []
     for group, region, key in zip(groups, regions, keys, strict=True):
         kind = None if group.opaque else kinds.get(key)
         refused = [("", str(partitioner.own_refusal(group.nodes[0])))] if group.opaque else []
-        out += _shown(region, kind, refused, ledger, ceilings)
+        out += _shown(region, kind, refused, pricer)
     return tuple(out)
 
 
@@ -159,24 +160,25 @@ def _shown(
     region: Region,
     kind: _Kind | None,
     refused: list[tuple[str, str]],
-    ledger: Ledger,
-    ceilings: Ceilings,
+    pricer: Pricer,
 ) -> list[Preview]:
     """A group's kernel; without one, a library call for each of its operators."""
+    ledger = pricer.ledger
     own = {n.name: n for n in ledger.graph.nodes}
     nodes = tuple(own[n.name] for n in region.nodes)
     if kind is not None and kind.chosen is not None:
         candidate, built = kind.chosen
         traffic = launched(ledger.kernel(nodes), built)
-        row = kernel_row(region.name, nodes, traffic, ledger, {}, ceilings, True)
+        row = kernel_row(region.name, nodes, traffic, ledger, {}, pricer)
         row = replace(row, backend=built.backend, choice=candidate.choice, **built_figures(built))
         return [Preview(row, candidate.source.text, tuple(kind.refused))]
     reasons = tuple(refused if kind is None else kind.refused)
     return [
         Preview(
             replace(
-                kernel_row(n.name, (n,), ledger.operator(n), ledger, {}, ceilings, True),
+                kernel_row(n.name, (n,), ledger.operator(n), ledger, {}, None),
                 choice=n.call.target,
+                predicted_us=pricer.call_us(n),
             ),
             refused=reasons,
         )

@@ -33,8 +33,9 @@ class Numerics:
 
 @dataclass(frozen=True, slots=True)
 class PlanSummary:
-    """predicted_us: the chosen partition's predicted time; lower_bound_us: no partition of the
-    candidates can be faster by the same prediction; gap: how far above it, 0 is optimal."""
+    """predicted_us: the program's predicted time; lower_bound_us: no cover of the graph by regions
+    that the search knew can take less, each at the device's ceilings; gap: the measured time over
+    that, less 1 (0: nothing is left to gain)."""
 
     predicted_us: float | None = None
     lower_bound_us: float | None = None

@@ -116,8 +116,8 @@ REPORT: Schema = _object(
     plan=_object(
         "The chosen partition.",
         predicted_us=_maybe("number", "predicted time, microseconds"),
-        lower_bound_us=_maybe("number", "no partition of the candidates can be predicted lower"),
-        gap=_maybe("number", "predicted / lower bound - 1; 0 is optimal"),
+        lower_bound_us=_maybe("number", "no cover by known regions takes less, microseconds"),
+        gap=_maybe("number", "measured / lower bound - 1; 0: nothing is left to gain"),
     ),
     compile=_object(
         "What compiling took.",
@@ -169,10 +169,11 @@ BENCH: Schema = _object(
         "One for each case.",
         _object(
             "One case.",
-            ("group", "seconds"),
+            ("group", "predicted_us", "seconds"),
             name=_value("string", "case"),
             dtype=_value("string", "element type"),
             onchip_us=_maybe("number", "microseconds"),
+            predicted_us=_maybe("number", "by the cost model; absent in results from before it"),
             peers=_map("name -> latency", _maybe("number", "microseconds; null if it failed")),
             floor_us=_maybe("number", "physical limit, microseconds"),
             error=_maybe("number", "largest error against float64, relative"),

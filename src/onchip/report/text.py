@@ -185,7 +185,7 @@ def preview_view(previews: Sequence[Preview], device: str) -> Group:
     us = sum(p.row.predicted_us or 0.0 for p in previews)
     closing = (
         f"{made} generated kernels, {len(previews) - made} library calls; predicted {time(us)} a "
-        "call (the roofline's floor, launches as nodes of a CUDA graph)"
+        "call (by the cost model, launches as nodes of a CUDA graph)"
     )
     reasons = dict.fromkeys(_not_taken(p) for p in previews if p.refused)
     return Group(table, *(Text(line) for line in reasons), Text(closing, style="bold"))
@@ -224,7 +224,8 @@ def closing(r: Report) -> str:
     if r.speedup is not None:
         parts.append(f"speedup {r.speedup:.2f}×")
     if r.plan.gap is not None:
-        parts.append(f"partition within {r.plan.gap:.1%} of its lower bound")
+        bound = time(r.plan.lower_bound_us)
+        parts.append(f"{1 + r.plan.gap:.2f} times the lower bound ({bound}) of any cover")
     c = r.compile
     if c.seconds is not None:
         parts.append(f"compiled in {c.seconds:.1f} s")
