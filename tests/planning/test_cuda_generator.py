@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -307,6 +308,27 @@ def test_a_candidate_gets_its_packed_weights(cuda, engine, linear):
     assert got.is_contiguous()
     for chunk in range(2):
         assert torch.equal(got[0, chunk], w[:, 32 * chunk : 32 * chunk + 32])
+
+
+@needs_compilers
+def test_what_was_chosen_is_written_again_without_looking_for_more(cuda, linear, monkeypatch):
+    generator = cuda.for_gpu(H200)
+    variants = generator.variants(linear.region, linear.context)
+    made = [generator.write(linear.region, v, linear.context) for v in variants]
+    made = [c for c in made if isinstance(c, Candidate)]
+    assert {"config", "triton"} <= {k for c in made for k in c.token}
+    # a cache keeps them as JSON
+    tokens = [json.loads(json.dumps(c.token)) for c in made]
+    monkeypatch.setattr(cuda.model, "configurations", None)
+    monkeypatch.setattr(cuda.packed_model, "configurations", None)
+    for c, token in zip(made, tokens, strict=True):
+        again = generator.again(linear.region, token, linear.context)
+        assert again is not None, c.choice
+        same = generator.write(linear.region, again, linear.context)
+        assert same.source.text == c.source.text
+        assert same.choice == c.choice
+    assert generator.again(linear.region, {"triton": "no such tile"}, linear.context) is None
+    assert generator.again(linear.region, {}, linear.context) is None
 
 
 def test_a_constant_may_be_laid_out(cuda, engine, linear, monkeypatch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -58,6 +58,8 @@ class Candidate:
     workspace  memory behind the outputs, for what its launches hand on
     precision  of its float32 products, where that is a choice: "ieee", "tf32x3" or "tf32"
     waits      see KernelStep
+    token      what its generator makes its variant from without looking for others (`again`); {}:
+               it has to look
     """
 
     region: Region
@@ -71,6 +73,7 @@ class Candidate:
     precision: str = ""
     waits: bool = False
     fewer_products: bool = False  # Winograd's form
+    token: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def outputs(self) -> tuple[Tensor, ...]:

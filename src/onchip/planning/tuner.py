@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -40,6 +41,7 @@ class Verdict:
     split_us    the two parts' time, if a cut was tried; cut: places of the first part's operators
     times_us    every generated kernel that was timed, by its choice
     refused     candidates that were not timed: (choice, why)
+    token       of the fastest generated kernel (Candidate.token)
     left_out    variants for which the budget left no time
     """
 
@@ -53,6 +55,7 @@ class Verdict:
     cut: tuple[int, ...] = ()
     times_us: dict[str, float] = field(default_factory=dict)
     refused: tuple[tuple[str, str], ...] = ()
+    token: dict[str, Any] = field(default_factory=dict)
     left_out: int = 0
 
     @property
@@ -127,6 +130,7 @@ def _fastest_of(
         whole.get("onednn"),
         times_us={candidates[i].choice: times[i] for i in kernels},
         refused=refused,
+        token=dict(candidates[index].token) if kernels else {},
     )
 
 

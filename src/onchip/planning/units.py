@@ -66,7 +66,7 @@ class _Kind:
 
     region: Region
     tensors: tuple[Tensor, ...]
-    variants: Sequence[Any]
+    variants: Mapping[int, Any]
     refusal: Refusal | None = None
 
 
@@ -128,13 +128,18 @@ def _kinds(
         if verdict is not None:
             known[key] = verdict
         if verdict is not None and verdict.kind != "kernel":
-            kinds[key] = _Kind(region, tensors, ())
+            kinds[key] = _Kind(region, tensors, {})
             continue
+        if verdict is not None and verdict.token:
+            chosen = generator.again(region, verdict.token, context)
+            if chosen is not None:
+                kinds[key] = _Kind(region, tensors, {verdict.index: chosen})
+                continue
         match generator.variants(region, context):
             case Refusal() as refusal:
-                kinds[key] = _Kind(region, tensors, (), refusal)
+                kinds[key] = _Kind(region, tensors, {}, refusal)
             case ways:
-                kinds[key] = _Kind(region, tensors, ways)
+                kinds[key] = _Kind(region, tensors, dict(enumerate(ways)))
     return kinds, known
 
 
@@ -157,9 +162,9 @@ def _write(
     texts: set[str] = set()
     first = kind.refusal
     refused: list[tuple[str, str]] = []
-    rest = [i for i in range(len(kind.variants)) if i not in chosen]
+    rest = [i for i in kind.variants if i not in chosen]
     for i in [*chosen, *rest]:
-        if i >= len(kind.variants) or (i not in chosen and out):
+        if i not in kind.variants or (i not in chosen and out):
             continue
         c = generator.write(kind.region, kind.variants[i], context)
         if isinstance(c, Refusal):
@@ -218,7 +223,7 @@ def code_version() -> str:
     """Hash of the sources that decide what candidates there are."""
     h = hashlib.sha256()
     root = Path(onchip.__file__).parent
-    for folder in ("ir", "ops", "fusion", "backends", "planning"):
+    for folder in ("ir", "ops", "analysis", "algebra", "fusion", "backends", "planning"):
         for f in sorted((root / folder).rglob("*")):
             if f.suffix in (".py", ".h", ".cuh"):
                 h.update(f.read_bytes())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -83,6 +83,10 @@ class Generator(Protocol):
 
     def write(self, region: Region, variant: Any, context: Context) -> Candidate | Refusal:
         """The kernel of one of `variants`."""
+        ...
+
+    def again(self, region: Region, token: Mapping[str, Any], context: Context) -> Any | None:
+        """The variant of the candidate with this token; None if that can't be told."""
         ...
 
     def build_all(self, candidates: Sequence[Candidate]) -> Sequence[Built | Failure]:

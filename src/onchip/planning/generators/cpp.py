@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 import torch
 
@@ -145,6 +146,9 @@ class CppGenerator:
         if isinstance(source, Refusal):
             return source
         return _candidate(region, source, variant, context, late, strides)
+
+    def again(self, region: Region, token: Mapping[str, Any], context: Context) -> None:
+        return None
 
     def build_all(self, candidates: Sequence[Candidate]) -> list[Binary | CompilerError]:
         return build_all([c.source.text for c in candidates])

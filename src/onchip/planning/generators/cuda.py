@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
@@ -154,7 +155,28 @@ class CudaGenerator:
             case Variant():
                 return self._write(region, variant, context)
         assert self.beside is not None
-        return self.beside.write(region, variant, context)
+        made = self.beside.write(region, variant, context)
+        return made if isinstance(made, Refusal) else replace(made, token={"triton": variant.label})
+
+    def again(
+        self, region: Region, token: Mapping[str, Any], context: Context
+    ) -> Variant | triton.Variant | None:
+        """The engine's model looks at hundreds of choices for a region."""
+        match token:
+            case {"triton": label} if self.beside is not None:
+                others = self.beside.variants(region, context)
+                if isinstance(others, Refusal):
+                    return None
+                alike = [v for v in others if v.label == label]
+                return alike[0] if len(alike) == 1 else None
+            case {"config": config, "precision": precision}:
+                where = (region, context.strides, context.constants)
+                problem = form.problem_of(*where, precision or "tf32")
+                if isinstance(problem, Refusal):
+                    return None
+                config = {**config, "patch": tuple(config["patch"])}
+                return Variant(problem, Config(**config), precision)
+        return None
 
     def _write(self, region: Region, variant: Variant, context: Context) -> Candidate | Refusal:
         late = frozenset(t for t in region.inputs if t not in context.available)
@@ -192,6 +214,7 @@ class CudaGenerator:
             source.workspace,
             variant.precision if has_float32_product(region) else "",
             source.waits,
+            token={"config": asdict(variant.config), "precision": variant.precision},
         )
 
     def build_all(self, candidates: Sequence[Candidate]) -> list[Built | CompilerError | Refusal]:

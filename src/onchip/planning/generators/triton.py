@@ -6,10 +6,11 @@ Nothing here imports triton: kernels are compiled in other processes.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -193,6 +194,9 @@ class TritonGenerator:
             precision,
             all(launch.waits for launch in source.launches),
         )
+
+    def again(self, region: Region, token: Mapping[str, Any], context: Context) -> None:
+        return None
 
     def build_all(self, candidates: Sequence[Candidate]) -> list[Built | CompilerError | Refusal]:
         return [
