@@ -12,9 +12,8 @@ from torch.nn import functional as F
 from onchip.errors import OnchipError
 from onchip.models import resolve
 from onchip.planning import fused_peers
-from onchip.report import bench, bench_engine, bench_gpu, benchmarks, schema
+from onchip.report import bench, bench_engine, benchmarks, schema
 from onchip.report import bench_once as once
-from onchip.report import bench_replay as replay
 from onchip.report.bench_suites import SUITES, Case
 
 # ---- the protocol ------------------------------------------------------------------------------
@@ -230,12 +229,8 @@ def test_inputs_are_not_those_that_were_compiled_on():
 
 
 @pytest.fixture
-def on_cpu(monkeypatch):
+def on_cpu(monkeypatch, cpu_for_gpu):
     """The CPU in the GPU's place; the clock gives each form 10 us more than the one before it."""
-    monkeypatch.setattr(bench_gpu, "DEVICE", "cpu")
-    monkeypatch.setattr(replay, "copy_gbs", lambda: 100.0)
-    monkeypatch.setattr(replay, "free", lambda: None)
-    monkeypatch.setattr(once, "empty_us", lambda: 4.5)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
     def medians(forms):

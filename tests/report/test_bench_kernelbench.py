@@ -49,12 +49,8 @@ def clone(tmp_path):
 
 
 @pytest.fixture
-def on_cpu(monkeypatch):
+def on_cpu(monkeypatch, cpu_for_gpu):
     """The CPU in the GPU's place; the clock gives each form 10 us more than the one before it."""
-    monkeypatch.setattr(bench_gpu, "DEVICE", "cpu")
-    monkeypatch.setattr(replay, "copy_gbs", lambda: 100.0)
-    monkeypatch.setattr(replay, "free", lambda: None)
-    monkeypatch.setattr(once, "empty_us", lambda: 4.5)
     monkeypatch.setattr(once, "recorded", lambda forms: (dict(forms), {}))
     monkeypatch.setitem(peers.PEERS, "inductor", lambda module, args: lambda: module(*args))
     rounds = []

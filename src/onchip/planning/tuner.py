@@ -11,6 +11,7 @@ import torch
 
 from onchip.backends.nvidia.source import Workspace
 from onchip.errors import CompilerError, InternalError, OnchipError
+from onchip.fusion.layout import extent
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.fusion.region import Region
 from onchip.ir.expr import Tensor
@@ -185,9 +186,7 @@ def _label(x: torch.Tensor) -> str:
 
 def _nbytes(x: torch.Tensor) -> int:
     """From a tensor's first element to behind its last one."""
-    if not x.numel():
-        return 0
-    return x.itemsize * (1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)))
+    return x.itemsize * extent(tuple(x.shape), x.stride())
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -17,7 +17,8 @@ STEP_BYTES = 32  # of channels that one instruction multiplies
 LINE_BYTES = 128  # of a row of a tile of results
 BUNDLE = 512  # bytes of sums, 16 of each thread of a warp
 ROW_COLUMNS = 32  # of results that lie side by side, which leave a warp at once, 16 rows of them
-ROW_BYTES = 4 * 16 * (ROW_COLUMNS + 8) * 4  # of a warpgroup; rows apart so that no banks meet
+ROW_PITCH = ROW_COLUMNS + 8  # words from one of these rows to the next, so that no banks meet
+ROW_BYTES = 4 * 16 * ROW_PITCH * 4  # of a warpgroup
 ALIGNED = 1024  # bytes, where a permuted tile may start
 MOST_BOX = 256  # elements of one copy along a dimension
 

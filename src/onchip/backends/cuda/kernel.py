@@ -8,7 +8,7 @@ from math import ceil, prod
 from onchip.backends.cuda import packed_sizes, totals
 from onchip.backends.cuda.classes import class_shifts, tap_tables
 from onchip.backends.cuda.epilogue import epilogue_text
-from onchip.backends.cuda.geometry import BLOCK, GROUP, ROW_COLUMNS, Geometry
+from onchip.backends.cuda.geometry import BLOCK, GROUP, ROW_COLUMNS, ROW_PITCH, Geometry
 from onchip.backends.cuda.limits import refusal
 from onchip.backends.cuda.maps import Maps
 from onchip.backends.cuda.packed import PackedGeometry, geometry
@@ -193,6 +193,7 @@ class _Emitter:
             "X_SHARED": c.x_shared, "W_SHARED": c.w_shared, "TURNS": int(g.turns),
             "TILE_BYTES": g.tile_bytes, "READ_BYTES": g.read_bytes, "R_STAGES": g.r_stages,
             "IN_PLACE": int(g.in_place), "ROW_COLUMNS": ROW_COLUMNS,
+            "ROW_PITCH": ROW_PITCH,
             "TILE_RANK": 1 + len(p.lines) + (p.matrices > 1),
             "READS": len(reads), "READ_TX": read,
             "RESULTS": len(p.results), "STAGED": int(g.staged), "WIDE": int(g.wide),

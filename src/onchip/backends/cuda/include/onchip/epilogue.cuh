@@ -217,7 +217,7 @@ struct Epilogue {
     __device__ __forceinline__ void write_rows(const Sums& d, const Features (&c)[cfg::BLOCKS][2]) const {
         typedef View<POOLED> V;
         constexpr int LENGTH = V::ACROSS * V::UNIT, COLUMNS = LENGTH < cfg::ROW_COLUMNS ? LENGTH : cfg::ROW_COLUMNS;
-        constexpr int SLOTS = COLUMNS / V::UNIT, PITCH = cfg::ROW_COLUMNS + 8;
+        constexpr int SLOTS = COLUMNS / V::UNIT, PITCH = cfg::ROW_PITCH;
         constexpr int STEP = POOLED ? cfg::CELLS[0] : cfg::CELLS[0] * cfg::HOP[0];
         constexpr int SIDE = STEP % 2 == 0 && (POOLED || cfg::LEAD[0] % 2 == 0) ? cfg::RESULT_SIDE[R] : 1;
         constexpr int AT_ONCE = 32 / (COLUMNS / SIDE) ? 32 / (COLUMNS / SIDE) : 1;  // rows of an instruction
