@@ -26,10 +26,7 @@ struct View {
     static constexpr int EACH = UNIT / 4;  // elements of a slot in a thread
     static constexpr int ACROSS = cfg::PATCH[0] / 8;
     DEVICE constexpr int extent(int l) { return POOLED ? cfg::CELLS[l] : cfg::PATCH[l]; }
-    DEVICE int total(const Tile& t, int l) {
-        if constexpr (cfg::UNEVEN && !POOLED) return cfg::LENGTH[t.batch][l];  // of a class
-        return POOLED ? cfg::ALL_CELLS[l] : cfg::POSITIONS[l];
-    }
+    DEVICE constexpr int total(int l) { return POOLED ? cfg::ALL_CELLS[l] : cfg::POSITIONS[l]; }
     static constexpr int ROWS = (POOLED ? cfg::CELLS[0] * cfg::CELLS[1] * cfg::CELLS[2] * cfg::CELLS[3]
                                         : cfg::PATCH[0] * cfg::PATCH[1] * cfg::PATCH[2] * cfg::PATCH[3]);
     static constexpr int SLOTS = ROWS / UNIT;
@@ -118,8 +115,10 @@ struct Epilogue {
         inside = feature(m, h) < cfg::FEATURES;
         UNROLL for (int l = 0; l < 4; l++) {
             const int at = View<POOLED>::first(t, l) + View<POOLED>::local(slot, l, lane, e);
-            inside = inside && at >= 0 && at < View<POOLED>::total(t, l);
-            p.at[l] = max(min(at, View<POOLED>::total(t, l) - 1), 0);
+            int end = View<POOLED>::total(l);
+            if constexpr (cfg::UNEVEN && !POOLED) end = cfg::LENGTH[t.batch][l];  // of its class
+            inside = inside && at >= 0 && at < end;
+            p.at[l] = max(min(at, end - 1), 0);
         }
         return p;
     }
@@ -233,7 +232,7 @@ struct Epilogue {
                 bool there = true;
                 UNROLL for (int l = 1; l < 4; l++) {
                     p.at[l] = V::first(t, l) + V::local(outer * V::ACROSS, l, lane, 0);
-                    there = there && p.at[l] >= 0 && p.at[l] < V::total(t, l);
+                    there = there && p.at[l] >= 0 && p.at[l] < V::total(l);
                 }
                 UNROLL for (int start = 0; start < V::ACROSS; start += SLOTS) {
                     UNROLL for (int inner = 0; inner < SLOTS && start + inner < V::ACROSS; inner++)
@@ -253,7 +252,7 @@ struct Epilogue {
                         }
                     __syncwarp();
                     p.at[0] = V::first(t, 0) + start * V::UNIT + column;
-                    const int left = min(V::total(t, 0) - p.at[0], LENGTH - start * V::UNIT - column);
+                    const int left = min(V::total(0) - p.at[0], LENGTH - start * V::UNIT - column);
                     const bool here = there && column < COLUMNS && left > 0 && p.at[0] + SIDE > 0;
                     UNROLL for (int row = first_row; row < 16; row += AT_ONCE) {
                         p.feature = t.feature + (member * cfg::BLOCKS + m) * BLOCK + 16 * warp + row;
