@@ -395,6 +395,21 @@ def transposed_uneven_residual():
     return f, image(2, 16, 5, 6), image(2, 24, 9, 11), torch.randn(2, 24, 9, 11)
 
 
+def gaps(n: int, c: int, *sizes: int, pitch: int = 4) -> torch.Tensor:
+    """Channels innermost, positions `pitch` elements apart."""
+    return torch.randn(n, *sizes, pitch)[..., :c].movedim(-1, 1)
+
+
+@fits
+def volume_of_three_channels():
+    return S(nn.Conv3d(3, 16, 3), nn.Tanh()), gaps(2, 3, 4, 5, 6)
+
+
+@fits
+def transposed_of_three_channels():
+    return nn.ConvTranspose3d(3, 16, 3, 2, 1), gaps(2, 3, 2, 3, 4)
+
+
 @fits
 def transposed_residual():
     f = Fn(lambda s, x, y: F.relu(s.c(x) + y), c=nn.ConvTranspose2d(16, 24, 4, 2, 1))

@@ -130,6 +130,8 @@ def facts(p: Prepared, g: Geometry) -> Iterator[str]:
         yield "positions fill up"
     if g.pieces > c.x_shared:
         yield "a line longer than a copy"
+    if q.lines[0].step > q.channels and q.lines[0].stride == 1 and q.batch == q.classes:
+        yield "gaps between rows of channels"
     if q.x_offset:
         yield "an input that begins elsewhere"
     programs = prepared(p.case.name).candidate(c).source.programs
@@ -165,6 +167,7 @@ WANTED = [
     )),
     "classes unlike, tiles, 1 reads", "classes alike, cluster of 2", "classes unlike, cluster of 2",
     "channels fill up", "features fill up", "fewer features than a block", "positions fill up",
+    "gaps between rows of channels",
     "a line longer than a copy", "an input that begins elsewhere",
     *(f"packed, {kind}, {windows}windows handed on" for kind, windows in (
         ("bf16", ""), ("tf32", ""), ("bf16", "no "), ("fp16", "no "),

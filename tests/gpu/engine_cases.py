@@ -252,6 +252,21 @@ def transposed_uneven_volume():
     return nn.ConvTranspose3d(16, 32, 3, 2, 1), image(2, 16, 3, 4, 9, dtype=FP32)
 
 
+def gaps(n: int, c: int, *sizes: int, pitch: int, dtype: torch.dtype = FP32) -> torch.Tensor:
+    """Channels innermost, positions `pitch` elements apart: what is between them is not read."""
+    return torch.zeros(n, *sizes, pitch, dtype=dtype)[..., :c].movedim(-1, 1)
+
+
+@case(Config((8, 3, 2, 1), 1, row_bytes=32, teams=2, x_stages=2, w_stages=4))
+def transposed_three_channels():
+    return nn.ConvTranspose3d(3, 40, 3, 2, 1), gaps(2, 3, 3, 4, 9, pitch=4)
+
+
+@case(Config((8, 3, 2, 1), 1, row_bytes=32, teams=2, x_stages=2))
+def volume_three_channels():
+    return S(conv(3, 72, 3, d=3), nn.ReLU()).to(BF16), gaps(2, 3, 6, 5, 12, pitch=8, dtype=BF16)
+
+
 @case()
 def transposed_half_one_line():
     own = nn.ConvTranspose2d(40, 48, (3, 4), (1, 2), 1)
