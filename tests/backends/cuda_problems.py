@@ -130,6 +130,25 @@ def folded(fold: str, d: np.ndarray, lines: tuple[Line, ...]) -> np.ndarray:
     return d
 
 
+def in_reach(p: Problem, e: Expr) -> Expr:
+    """The value, which reads zeros at positions that a class does not have (nothing of them is
+    stored)."""
+    if not p.uneven:
+        return e
+    return rewrite(e, lambda x: Load(x.src, x.index, x.pad or 0) if isinstance(x, Load) else None)
+
+
+def exists(p: Problem) -> np.ndarray:
+    """Which positions each batch has, over (batch, feature, positions of each line)."""
+    own = np.array([p.lengths_of(n) for n in range(p.batch)])
+    ranges = [np.arange(x.positions) for x in p.lines]
+    each = [r < own[:, k, None] for k, r in enumerate(ranges)]
+    there = np.ones((p.batch, 1, *(1,) * len(ranges)), bool)
+    for k, e in enumerate(each):
+        there = there & e.reshape(p.batch, 1, *(1,) * k, -1, *(1,) * (len(ranges) - 1 - k))
+    return there
+
+
 @dataclass(frozen=True)
 class Epilogue:
     """How values of accumulators are found: the expressions in float64, unless a test has others.
@@ -147,7 +166,7 @@ class Epilogue:
 
     def result(self, n: int, d: np.ndarray) -> np.ndarray:
         r = self.p.results[n]
-        return over(r.value, self.axes(r.pooled), self.case.values, d)
+        return over(in_reach(self.p, r.value), self.axes(r.pooled), self.case.values, d)
 
     def total(self, n: int, d: np.ndarray) -> np.ndarray:
         """What the n-th total folds."""
@@ -181,14 +200,15 @@ def results(p: Problem, case: Case, epilogue: Epilogue | None = None) -> list[np
         for n, r in enumerate(p.results)
     ]
     made += [(r, epilogue.kept(), epilogue.final(n, totals)) for n, r in enumerate(p.finals)]
-    out = []
+    out, own = [], {r.tensor for r in p.results if not r.pooled}
     for r, axes, value in made:
-        index = [over(i, axes, case.values) for i in r.index]
+        there = np.broadcast_to(exists(p) if r.tensor in own else True, value.shape)
+        index = [over(i, axes, case.values)[there] for i in r.index]
         stored = np.full(r.tensor.shape, np.nan)
         count = np.zeros(r.tensor.shape, int)
         np.add.at(count, tuple(index), 1)
         assert (count == 1).all(), f"{r.tensor} is stored {count.min()} to {count.max()} times"
-        stored[tuple(index)] = value
+        stored[tuple(index)] = value[there]
         out.append(stored)
     return out
 

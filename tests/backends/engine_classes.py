@@ -17,7 +17,8 @@ from onchip.ir.expr import Expr, Load, axis, call, given
 @dataclass(frozen=True)
 class Up:
     """Per-line values are innermost first. The result is as long as the stride times the input, if
-    `longer` is 0, else by so many strides more. n: of pictures; kernel: elements of the filter."""
+    `longer` is 0, else by so many strides more; where there is a stride, `less` are left
+    out at its end. n: of pictures; kernel: elements of the filter."""
 
     n: int
     channels: int
@@ -27,6 +28,7 @@ class Up:
     steps: tuple[int, ...]
     pads: tuple[int, ...]
     longer: int = 0
+    less: int = 0
     kind: str = "bf16"
     tile: bool = True
     residual: bool = False
@@ -37,13 +39,17 @@ def offsets(kernel: int, step: int, pad: int, c: int) -> list[tuple[int, int]]:
     return sorted(((c + pad - k) // step, k) for k in range(kernel) if (c + pad - k) % step == 0)
 
 
-def line_of(size: int, step_of_x: int, kernel: int, step: int, pad: int, longer: int) -> Line:
+def line_of(
+    size: int, step_of_x: int, kernel: int, step: int, pad: int, longer: int, less: int
+) -> Line:
+    most, less = size + longer, less * (step > 1)
     each = [offsets(kernel, step, pad, c) for c in range(step)]
     taps, last = max(map(len, each)), [o[-1][0] for o in each]
     return Line(
-        size, step_of_x, size + longer, taps=taps, pad=taps - 1 - min(last), cells=size + longer,
+        size, step_of_x, most, taps=taps, pad=taps - 1 - min(last), cells=most,
         shifts=tuple(n - min(last) for n in last) if step > 1 else (),
         skips=tuple(taps - len(o) for o in each) if step > 1 else (),
+        lengths=tuple(len(range(c, step * most - less, step)) for c in range(step)) if less else (),
     )  # fmt: skip
 
 
@@ -51,7 +57,7 @@ def transposed(s: Up) -> Problem:
     """Channels-last; weights lie [class, features, taps, channels]."""
     dtype, lines, step = TYPES[s.kind], [], s.channels
     for size, kernel, stride, pad in zip(s.sizes, s.kernel, s.steps, s.pads, strict=True):
-        lines.append(line_of(size, step, kernel, stride, pad, s.longer))
+        lines.append(line_of(size, step, kernel, stride, pad, s.longer, s.less))
         step *= size
     if s.n:
         lines.append(Line(s.n, step, s.n, cells=s.n))
@@ -61,7 +67,7 @@ def transposed(s: Up) -> Problem:
     taps = tuple(axis(x.taps, "t") for x in lines)
     x = given((*(x.size for x in reversed(lines)), s.channels), dtype, "x")
     w = given((classes, s.features, *(x.taps for x in reversed(lines)), s.channels), dtype, "w")
-    outer = tuple(x.positions * x.classes for x in reversed(lines))
+    outer = tuple(sum(x.lengths) or x.positions * x.classes for x in reversed(lines))
     y = given((1, *outer, s.features), dtype, "y")
     places, width = [], 1
     for a, line in zip(positions, lines, strict=True):

@@ -316,7 +316,11 @@ class Simulator:
     def result_box(self, t: Tile, view: View, feature: int, wide: int) -> Box:
         first = t.cell if view.pooled else t.position
         ranges = [f + np.arange(n) for f, n in zip(first, view.extents, strict=True)]
-        return Box((feature + np.arange(wide), *ranges), (self.p.features, *view.totals))
+        return Box((feature + np.arange(wide), *ranges), (self.p.features, *self.sizes(t, view)))
+
+    def sizes(self, t: Tile, view: View) -> tuple[int, ...]:
+        """Cells along each line, or the positions that a tile's class has."""
+        return view.totals if view.pooled else self.p.lengths_of(t.batch)
 
     @property
     def result_steps(self) -> tuple[int, ...]:
@@ -366,7 +370,7 @@ class Simulator:
         to = self.result_at(t) + feature + view.features
         for n, local in enumerate(view.locals):
             at = first[n] + local
-            there = there & (at >= 0) & (at < view.totals[n])
+            there = there & (at >= 0) & (at < self.sizes(t, view)[n])
             to = to + at * self.result_steps[n + 1]
         self.store(to[there], self.values(view, block)[there])
 

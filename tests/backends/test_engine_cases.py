@@ -115,6 +115,11 @@ def facts(p: Prepared, g: Geometry) -> Iterator[str]:
         yield f"{kind}, {'turns' if g.turns else 'no turns'}"
         yield f"{kind}, {'tiles' if q.results[0].tile else 'elements'}, {len(g.tile_reads)} reads"
         yield f"{kind}, cluster of {c.cluster}"
+        if q.uneven:
+            reads = {"by tiles" if r.kind == "tile" else r.kind for r in q.reads} - {"feature"}
+            stored = "tiles" if q.results[0].tile else "elements"
+            yield f"classes of different lengths, {stored}, reads {' '.join(reads) or 'nothing'}"
+            yield f"classes of different lengths, cluster of {c.cluster}"
     if q.channels % g.chunk:
         yield "channels fill up"
     if q.features % g.tile_features:
@@ -125,6 +130,8 @@ def facts(p: Prepared, g: Geometry) -> Iterator[str]:
         yield "positions fill up"
     if g.pieces > c.x_shared:
         yield "a line longer than a copy"
+    if q.lines[0].step > q.channels and q.lines[0].stride == 1 and q.batch == q.classes:
+        yield "gaps between rows of channels"
     if q.x_offset:
         yield "an input that begins elsewhere"
     programs = prepared(p.case.name).candidate(c).source.programs
@@ -155,8 +162,12 @@ WANTED = [
     "strides", "dilation", "padding on one side", "many taps",
     "classes alike, turns", "classes unlike, turns", "classes unlike, no turns",
     "classes alike, tiles, 0 reads", "classes alike, elements, 0 reads",
+    *(f"classes of different lengths, {how}" for how in (
+        "tiles, reads nothing", "tiles, reads by tiles", "elements, reads direct", "cluster of 2",
+    )),
     "classes unlike, tiles, 1 reads", "classes alike, cluster of 2", "classes unlike, cluster of 2",
     "channels fill up", "features fill up", "fewer features than a block", "positions fill up",
+    "gaps between rows of channels",
     "a line longer than a copy", "an input that begins elsewhere",
     *(f"packed, {kind}, {windows}windows handed on" for kind, windows in (
         ("bf16", ""), ("tf32", ""), ("bf16", "no "), ("fp16", "no "),

@@ -19,10 +19,12 @@ from torch import nn
 from onchip.backends.cuda.classes import class_taps
 from onchip.backends.cuda.geometry import Geometry
 from onchip.backends.cuda.limits import refusal
+from onchip.backends.cuda.maps import Maps
 from onchip.backends.cuda.model import configurations
 from onchip.backends.cuda.problem import Config, Problem
 from onchip.backends.cuda.weights import packed_weights
 from onchip.backends.interpreter import evaluate
+from onchip.fusion.layout import contiguous
 from onchip.fusion.machine import GPUS
 from onchip.fusion.refusal import Refusal
 
@@ -42,6 +44,12 @@ SHAPES = {
     "one line": Up(1, 32, (9, 6), 64, (4, 3), (2, 1), (1, 1)),
     "wave form": Up(2, 64, (37,), 64, (16,), (8,), (4,)),
     "wave form, more taps": Up(1, 32, (50,), 64, (11,), (4,), (3,), longer=1),
+    "uneven": Up(2, 72, (9, 6), 64, (3, 3), (2, 2), (1, 1), less=1),
+    "uneven, residual": Up(1, 24, (9, 6), 72, (3, 3), (2, 2), (1, 1), less=1, residual=True),
+    "uneven, a patch more": Up(1, 24, (8, 4), 64, (4, 3), (2, 2), (1, 0), longer=1, less=1),
+    "uneven, element by element": Up(1, 24, (5, 7), 33, (3, 3), (2, 2), (1, 1), less=1, tile=False),
+    "uneven wave form": Up(1, 32, (50,), 64, (11,), (4,), (3,), longer=1, less=3),
+    "uneven volume": Up(1, 32, (4, 3, 3), 64, (3, 3, 3), (2, 2, 2), (1, 1, 1), less=1, kind="tf32"),
     "volume": Up(1, 32, (4, 3, 3), 64, (3, 3, 3), (2, 2, 2), (1, 1, 1)),
     "element by element": Up(1, 24, (5, 7), 33, (3, 3), (2, 2), (1, 1), tile=False),
 }
@@ -81,6 +89,29 @@ def check(p, c, multiprocessors, values, want):
     simulated.run()
     assert (simulated.stored == 1).all(), f"{c.label}: stored {np.unique(simulated.stored)} times"
     assert np.array_equal(simulated.results, want), c.label
+
+
+@pytest.mark.parametrize("name", ["uneven", "uneven, residual", "uneven volume"])
+def test_tensor_maps_have_each_element_once(name):
+    """What a class' map does not have, the copy engine neither reads nor stores."""
+    p = transposed(SHAPES[name])
+    patch = (8, *[1] * (len(p.lines) - 1))
+    r, strides = p.results[0], {p.results[0].tensor: contiguous(p.results[0].tensor.shape)}
+    maps = Maps(Geometry(p, Config(patch, 0, w_stages=2)), strides, {r.tensor: 0})
+    count = np.zeros(r.tensor.shape, int)
+    for m in maps.tiles(r.tensor, r.index, False):
+        steps = (1, *(n // r.tensor.dtype.size for n in m.strides))
+        places = zip(np.indices(m.sizes), steps, strict=True)
+        np.add.at(count.ravel(), m.offset + sum(i * n for i, n in places), 1)
+    assert (count == 1).all()
+
+
+def test_the_text_has_the_positions_of_each_class():
+    p = transposed(SHAPES["uneven"])
+    text = source_of(p, Config((8, 3, 1), 1, w_stages=3)).text
+    assert "UNEVEN = 1;" in text
+    # 17 columns and 11 rows of a stride of 2, two pictures
+    assert "LENGTH[][4] = {{9, 6, 2, 1}, {8, 6, 2, 1}, {9, 5, 2, 1}, {8, 5, 2, 1}};" in text
 
 
 def test_a_class_of_fewer_taps_walks_fewer():

@@ -221,6 +221,52 @@ def transposed_5_single():
     return nn.ConvTranspose2d(24, 72, 5, 2, 2, 1), image(2, 24, 6, 11, dtype=FP32)
 
 
+@case(
+    Config((8, 3, 1), 1, teams=3, x_stages=2, w_stages=3),
+    Config((8, 3, 1), 1, teams=2, x_stages=8, w_stages=16),
+    Config((8, 3, 1), 1, x_stages=2, w_stages=3, w_shared=2),
+    first=3,
+)
+def transposed_uneven():
+    """17 columns and 11 rows: classes of 9 and 8, and of 6 and 5. The last tile of 8
+    columns has none of a class of 8."""
+    return S(nn.ConvTranspose2d(64, 72, 3, 2, 1), nn.ReLU()).to(BF16), image(3, 64, 6, 9)
+
+
+@case(Config((8, 3, 1), 1, teams=2, x_stages=2, w_stages=4, r_stages=4), first=3)
+def transposed_uneven_residual():
+    own = nn.ConvTranspose2d(64, 136, 3, 2, 1).to(BF16)
+    return Fn(lambda s, x, y: F.relu(s.c(x) + y), c=own), image(3, 64, 6, 9), image(3, 136, 11, 17)
+
+
+@case(Config((8, 3, 1), 1, teams=2, x_stages=2, w_stages=4), first=3)
+def transposed_uneven_planes():
+    """Element by element, and what the epilogue reads, too."""
+    own = nn.ConvTranspose2d(24, 72, 3, 2, 1)
+    f = Fn(lambda s, x, y: (F.relu(s.c(x)) + y).contiguous(), c=own)
+    return f, image(2, 24, 6, 11, dtype=FP32), torch.zeros(2, 72, 11, 21)
+
+
+@case(Config((8, 3, 2, 1), 1, row_bytes=64, teams=2, x_stages=2, w_stages=4))
+def transposed_uneven_volume():
+    return nn.ConvTranspose3d(16, 32, 3, 2, 1), image(2, 16, 3, 4, 9, dtype=FP32)
+
+
+def gaps(n: int, c: int, *sizes: int, pitch: int, dtype: torch.dtype = FP32) -> torch.Tensor:
+    """Channels innermost, positions `pitch` elements apart: what is between them is not read."""
+    return torch.zeros(n, *sizes, pitch, dtype=dtype)[..., :c].movedim(-1, 1)
+
+
+@case(Config((8, 3, 2, 1), 1, row_bytes=32, teams=2, x_stages=2, w_stages=4))
+def transposed_three_channels():
+    return nn.ConvTranspose3d(3, 40, 3, 2, 1), gaps(2, 3, 3, 4, 9, pitch=4)
+
+
+@case(Config((8, 3, 2, 1), 1, row_bytes=32, teams=2, x_stages=2))
+def volume_three_channels():
+    return S(conv(3, 72, 3, d=3), nn.ReLU()).to(BF16), gaps(2, 3, 6, 5, 12, pitch=8, dtype=BF16)
+
+
 @case()
 def transposed_half_one_line():
     own = nn.ConvTranspose2d(40, 48, (3, 4), (1, 2), 1)

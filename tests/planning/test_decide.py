@@ -15,7 +15,7 @@ from onchip.fusion.partition import Partitioner
 from onchip.fusion.region import region_of
 from onchip.planning import decide, planner
 from onchip.planning.assess import Compiled, Outcome
-from onchip.planning.cut import cheapest_cut, may_gain, promising_cuts
+from onchip.planning.cut import Cut, cheapest_cut, may_gain, promising_cuts
 from onchip.planning.decide import launches
 from onchip.planning.library import onednn_steps, run_of
 from onchip.planning.plan import CallStep, KernelStep, LibraryStep
@@ -473,6 +473,19 @@ def test_the_first_cut_stays_where_the_second_is_worse(one_cut):
     first, second = [v for v in stored if v.cut]
     assert first == second
     assert (first.kind, first.split_us) == ("library", pytest.approx(78.0))
+
+
+def test_a_cut_that_lets_the_engine_in_is_measured_first(one_cut, monkeypatch):
+    own = Cut((0, 1, 2), 280)
+    monkeypatch.setattr(
+        decide, "engine_cut", lambda region, *_: own if len(region.nodes) == 4 else None
+    )
+    monkeypatch.setattr(decide.Decider, "_gain", lambda *_: 0.0)  # nothing else would be tried
+    stored = one_cut(4, [60e-6])
+    _, planned, _ = program_of(Four(), torch.randn(5, 7))
+    (found,) = [v for v in stored if v.cut]
+    assert (found.kind, found.cut) == ("split", own.first)
+    assert [len(s.nodes) for s in planned.plan.steps] == [3, 1]
 
 
 def test_no_second_cut_where_the_first_won(one_cut):

@@ -43,6 +43,9 @@ def cases():
             Ways(lambda x, c, d: d(c(x)), conv, nn.Conv2d(8, 8, 3)), (1, 6, 9, 7), ["input0"],
         ),
         "frames": (Ways(lambda x, c: c(x), nn.Conv1d(6, 8, 3)), (2, 6, 31), ["input0"]),
+        "a volume of three channels": (
+            Ways(lambda x, c: c(x), nn.Conv3d(3, 8, 3)), (1, 3, 5, 4, 7), ["input0"],
+        ),
         "a volume": (Ways(lambda x, c: c(x), nn.Conv3d(6, 8, 3)), (1, 6, 5, 4, 7), ["input0"]),
         "transposed": (
             Ways(lambda x, c: c(x), nn.ConvTranspose2d(6, 8, 2, 2)), (1, 6, 5, 4), ["input0"],
@@ -87,6 +90,30 @@ def test_channels_that_lie_side_by_side_are_not_copied() -> None:
     assert with_channels_last(captured) is captured
 
 
+@pytest.mark.parametrize(
+    ("layer", "shape", "dtype", "strides"),
+    [
+        (nn.Conv3d(3, 8, 3), (2, 3, 5, 4, 7), torch.float32, (560, 1, 112, 28, 4)),
+        (nn.ConvTranspose2d(3, 8, 3, 2), (2, 3, 5, 4), torch.bfloat16, (160, 1, 32, 8)),
+        (nn.Conv3d(6, 8, 3), (1, 6, 5, 4, 7), torch.float32, (1120, 1, 224, 56, 8)),
+        (nn.Conv2d(3, 8, 3), (2, 3, 5, 4), torch.float32, (60, 1, 12, 3)),  # packed
+    ],
+)
+def test_few_channels_are_16_bytes_apart_where_no_packed_form_reads_them(
+    layer, shape, dtype, strides
+) -> None:
+    layer, x = layer.to(dtype), torch.randn(shape, dtype=dtype)
+    captured = with_channels_last(capture(layer, (x,)))
+    layouts = choose_layouts(captured.graph, lambda n: is_view(n.call.target))
+    (copy,) = [n.results[0] for n in captured.graph.nodes if n.op == "clone"]
+    assert layouts[copy] == strides
+    values = run_eagerly(captured, [x], layouts)
+    assert values[copy].stride() == strides
+    least = 1e-5 if dtype is torch.float32 else 2**-7
+    got = values[captured.graph.outputs[0]]
+    torch.testing.assert_close(got, layer(x), rtol=least, atol=least)
+
+
 @pytest.mark.parametrize("name", [n for n, c in CASES.items() if c[2]])
 def test_the_operators_compute_the_same(name) -> None:
     model, shape, _ = CASES[name]
@@ -101,7 +128,7 @@ def test_the_operators_compute_the_same(name) -> None:
         assert values[t].stride() == want.stride()
 
 
-@pytest.mark.parametrize("name", ["and a result", "zeros around it"])
+@pytest.mark.parametrize("name", ["and a result", "zeros around it", "a volume of three channels"])
 def test_the_program_computes_the_same(name) -> None:
     model, shape, _ = CASES[name]
     x = torch.randn(shape)

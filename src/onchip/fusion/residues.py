@@ -20,7 +20,7 @@ from dataclasses import replace
 from math import prod
 
 from onchip.fusion.contraction import as_contraction, ended_body, until
-from onchip.fusion.inline import inline
+from onchip.fusion.inline import inline, substitute_simplified
 from onchip.fusion.staging import Staged, split_own_axes, with_own_axes
 from onchip.ir.dtype import DType
 from onchip.ir.expr import (
@@ -139,7 +139,8 @@ def places_of(s: Staged) -> dict[Axis, tuple[int, int]]:
 
 def by_class(s: Staged, places: dict[Axis, tuple[int, int]]) -> tuple[Staged, dict[Axis, Axis]]:
     """The stage with y = step * q + class in place of each of the loops that is read by quotient
-    and remainder, where the step divides it; and the class' axis for each q."""
+    and remainder; and the class' axis for each q. Where the step does not divide a loop, the last q
+    of some classes is beyond it."""
     joint, pairs = _side_by_side(s, places)
     mapping: dict[Axis, Expr] = {}
     loops: dict[Axis, tuple[Axis, ...]] = {}
@@ -147,13 +148,26 @@ def by_class(s: Staged, places: dict[Axis, tuple[int, int]]) -> tuple[Staged, di
     classes: dict[Axis, Axis] = {}
     for a, (q, r) in pairs.items():
         p, c = places[a]
-        own, digit = axis(a.extent // c), axis(c)
+        own, digit = axis(-(-a.extent // c)), axis(c)
         mapping |= {q: own + (digit + p) // c, r: (digit + p) % c}
         loops |= {q: (own,), r: (digit,)}
         known[a] = own * c + digit
         classes[own] = digit
     apart = _over(joint, mapping, loops)
     return replace(apart, store=tuple(substitute(i, known) for i in s.store)), classes
+
+
+def reading_classes(s: Staged) -> Staged:
+    """The stage with each loop that is read as a // c and a % c as two, where c does not divide it:
+    it reads what `by_class` has made."""
+    split = {a: (axis(-(-a.extent // c)), axis(c)) for a, (p, c) in places_of(s).items() if p == 0}
+    known: dict[Axis, Expr] = {a: own * digit.extent + digit for a, (own, digit) in split.items()}
+    return replace(
+        s,
+        body=substitute_simplified(s.body, known),
+        loops=tuple(x for a in s.loops for x in split.get(a, (a,))),
+        store=tuple(simplify(substitute(i, known)) for i in s.store),
+    )
 
 
 def _side_by_side(

@@ -50,13 +50,13 @@ def cheapest_cut(
     places = {n: i for i, n in enumerate(region.nodes)}
     ends = [frozenset(s.nodes) for s in onednn if isinstance(s, CallStep)]
     found: dict[frozenset[Node], tuple[int, bool, bool, int]] = {}
-    for first in _closed(region):
+    for first in closed(region):
         second = [n for n in region.nodes if n not in first]
         if not any(map(launches, first)) or not any(map(launches, second)):
             continue
         behind = any(e <= first and first <= _before(e, region) for e in ends)
         even = abs(len(second) - len(first))
-        found[first] = (_bytes(region, first), _severs(first, second), not behind, even)
+        found[first] = (crossing_bytes(region, first), _severs(first, second), not behind, even)
     if not found:
         return None
     best = min(found, key=lambda f: (found[f], sorted(places[n] for n in f)))
@@ -70,7 +70,7 @@ def undone(group: Group, region: Region) -> Cut | None:
         return None
     first = frozenset(group.joined[0])
     places = tuple(i for i, n in enumerate(region.nodes) if n in first)
-    return Cut(places, _bytes(region, first))
+    return Cut(places, crossing_bytes(region, first))
 
 
 def promising_cuts(
@@ -90,13 +90,14 @@ def promising_cuts(
     near = [f for f, us in found.items() if us <= best * (1 + MODEL_ERROR)]
     if found.get(cheapest.first, best) * (1 - MODEL_ERROR) <= best:
         near = [cheapest.first, *(f for f in near if f != cheapest.first)]
-    cuts = (Cut(f, _bytes(region, frozenset(region.nodes[i] for i in f))) for f in near)
+    cuts = (Cut(f, crossing_bytes(region, frozenset(region.nodes[i] for i in f))) for f in near)
     return list(cuts)[:MOST_TRIED]
 
 
-def _closed(region: Region) -> set[frozenset[Node]]:
-    """Sets of operators that read nothing from the rest: each operator with all before it in the
-    region's order, with only those that it needs, and all that do not need it."""
+def closed(region: Region) -> set[frozenset[Node]]:
+    """Sets of operators that read nothing from the rest, as the first part of a legal cut: each
+    operator with all before it in the region's order, with only those that it needs, and all that
+    do not need it."""
     needs = _needs(region)
     out: set[frozenset[Node]] = set()
     for i, n in enumerate(region.nodes):
@@ -128,7 +129,8 @@ def _severs(first: frozenset[Node], second: Sequence[Node]) -> bool:
     return any(node_kind(n) is Kind.POINTWISE and made.intersection(n.inputs) for n in second)
 
 
-def _bytes(region: Region, first: frozenset[Node]) -> int:
+def crossing_bytes(region: Region, first: frozenset[Node]) -> int:
+    """See Cut.nbytes."""
     made = {t for n in first for t in n.results}
     read = {t for n in region.nodes if n not in first for t in n.inputs}
     crossing: set[Tensor] = made & read

@@ -19,7 +19,7 @@ from onchip.fusion.partition import Group, Partitioner
 from onchip.ir.graph import Node
 from onchip.planning import machine
 from onchip.planning.building import BUILD_SHARE, build_within
-from onchip.planning.candidates import Candidate, Context
+from onchip.planning.candidates import Context
 from onchip.planning.choice import Choice, halves
 from onchip.planning.cut import (
     DEPTH,
@@ -33,6 +33,7 @@ from onchip.planning.cut import (
     promising_cuts,
     undone,
 )
+from onchip.planning.engine_cut import engine_cut
 from onchip.planning.generators import Built, Failure, Generator
 from onchip.planning.isolation import Isolation
 from onchip.planning.library import Step as LibraryForm
@@ -41,13 +42,8 @@ from onchip.planning.pool import price_of, ranked_cuts
 from onchip.planning.records import about_to_measure
 from onchip.planning.relayout import relayout_cut
 from onchip.planning.timing import Clock, clock_for, fastest
-from onchip.planning.tuner import (
-    Verdict,
-    load_verdict,
-    store_verdict,
-    tune,
-)
-from onchip.planning.units import Unit, find_units, most_sources, work
+from onchip.planning.tuner import Verdict, load_verdict, store_verdict, tune
+from onchip.planning.units import Unit, by_turns, find_units, most_sources, work
 from onchip.planning.values import Values, run_eagerly
 from onchip.settings import Settings
 
@@ -165,7 +161,7 @@ class Decider:
         return out
 
     def _cut_untimed(self, u: Unit, why: str) -> Verdict | None:
-        cut = undone(u.group, u.region) or relayout_cut(u.region.nodes)
+        cut = undone(u.group, u.region) or relayout_cut(u.region.nodes) or self._engine_cut(u)
         cut = cut or cheapest_cut(u.region, (), launches)
         if cut is None:
             return None
@@ -192,7 +188,7 @@ class Decider:
         built = build_within(
             self.generator,
             [((k, i), c) for k in kinds if k in known for i, c in kinds[k].candidates.items()],
-            _by_turns({k: kinds[k] for k in unknown}),
+            by_turns({k: kinds[k] for k in unknown}),
             self.start + self.settings.budget_s * BUILD_SHARE,
             lambda done, total: self.progress("building kernels", done, total),
         )
@@ -323,14 +319,25 @@ class Decider:
             if (cut := undone(c.unit.group, c.unit.region)) is not None and c.best_us:
                 out.append((c, [cut]))
                 continue
+            cuts: list[Cut] = []
+            if not self._late and (cut := self._engine_cut(c.unit)) is not None:
+                cuts.append(cut)
             gain = 0.0 if self._late else self._gain(c) * counts[k]
-            if gain <= 0 or gain < LEAST_OF_PROGRAM * total:
-                continue
-            cut = cheapest_cut(c.unit.region, c.onednn, launches)
-            if cut is not None:
-                ranked = ranked_cuts(c.unit.region.nodes, price_of(self.pricer))
-                out.append((c, promising_cuts(c.unit.region, cut, ranked, launches)))
+            if gain > 0 and gain >= LEAST_OF_PROGRAM * total:
+                cuts += self._promising(c)
+            if cuts:
+                out.append((c, list(dict.fromkeys(cuts))[:MOST_TRIED]))
         return out
+
+    def _promising(self, c: Choice) -> list[Cut]:
+        cut = cheapest_cut(c.unit.region, c.onednn, launches)
+        if cut is None:
+            return []
+        ranked = ranked_cuts(c.unit.region.nodes, price_of(self.pricer))
+        return promising_cuts(c.unit.region, cut, ranked, launches)
+
+    def _engine_cut(self, u: Unit) -> Cut | None:
+        return engine_cut(u.region, self.partitioner, self.generator, self.context, launches)
 
     def _gain(self, c: Choice) -> float:
         """See may_gain."""
@@ -362,16 +369,6 @@ class Decider:
             for i, c in enumerate(whole)
         }
         return [of.get(c, [c]) for c in found]
-
-
-def _by_turns(kinds: Mapping[str, Unit]) -> list[tuple[tuple[str, int], Candidate]]:
-    """The first candidate of each kind of region, heaviest kinds first; then the second ones..."""
-    turns = [
-        (turn, -work(u.region), (k, i))
-        for k, u in kinds.items()
-        for turn, i in enumerate(u.candidates)
-    ]
-    return [((k, i), kinds[k].candidates[i]) for _, _, (k, i) in sorted(turns)]
 
 
 def _left_out(u: Unit) -> Verdict:

@@ -98,7 +98,7 @@ def has_float32_product(region: Region) -> bool:
 
 def has_product(region: Region) -> bool:
     """Whether a matrix product is among what the region computes."""
-    return any(map(_multiplies, region.nodes))
+    return any(map(multiplies, region.nodes))
 
 
 def precisions(region: Region, allowed: tuple[bool, bool]) -> tuple[str, ...]:
@@ -109,14 +109,14 @@ def precisions(region: Region, allowed: tuple[bool, bool]) -> tuple[str, ...]:
     if not has_float32_product(region):
         return ("",)
     convolution = any("conv" in n.op for n in region.nodes)
-    matrix = any("conv" not in n.op and _multiplies(n) for n in region.nodes)
+    matrix = any("conv" not in n.op and multiplies(n) for n in region.nodes)
     exact = any(EXACT in t.tag for n in region.nodes for t in n.results)
     if (allowed[0] or not matrix) and (allowed[1] or not convolution) and not exact:
         return ("tf32",)
     return ("tf32x3", "ieee") if matrix else ("tf32x3",)
 
 
-def _multiplies(node: Node) -> bool:
+def multiplies(node: Node) -> bool:
     return any(
         as_contraction(r, t.axes) is not None
         for t in node.tensors

@@ -202,6 +202,16 @@ def share_out(wishes: Mapping[str, int], weights: Mapping[str, float], most: int
     return given
 
 
+def by_turns(kinds: Mapping[str, Unit]) -> list[tuple[tuple[str, int], Candidate]]:
+    """The first candidate of each kind of region, heaviest kinds first; then the second ones..."""
+    turns = [
+        (turn, -work(u.region), (k, i))
+        for k, u in kinds.items()
+        for turn, i in enumerate(u.candidates)
+    ]
+    return [((k, i), kinds[k].candidates[i]) for _, _, (k, i) in sorted(turns)]
+
+
 def work(region: Region) -> float:
     """A region's cost in no unit, to compare it with others of the same program."""
     bytes_moved = sum(t.nbytes for t in (*region.inputs, *region.outputs))

@@ -40,20 +40,23 @@ def from_the_first(x: Operand, classes: Collection[Axis], subject: str) -> tuple
     return replace(x, load=Load(x.load.src, tuple(index), x.load.pad)), shifts
 
 
-def of_line(d: Draft, product: Product, shifts: Shifts) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Line.shifts and Line.skips."""
+def of_line(d: Draft, product: Product, shifts: Shifts) -> tuple[tuple[int, ...], ...]:
+    """Line.shifts, Line.skips and Line.lengths."""
     own = product.classes.get(d.position) if d.position else None
     if own is None:
-        return (), ()
+        return (), (), ()
+    assert d.position is not None
+    left = product.ends[d.position] - d.positions * own.extent  # 0, or none of the last classes
+    lengths = tuple(d.positions - (n >= own.extent + left) for n in range(own.extent)) * (left < 0)
     end = product.contraction.ends.get(d.tap) if d.tap else None
     if end is None:
-        return shifts[own], (0,) * own.extent
+        return shifts[own], (0,) * own.extent, lengths
     counts = [linear(over(end, {own: Const(n, DType.I64)})) for n in range(own.extent)]
     if any(n.terms for n in counts) or not d.flipped:
         raise Unfit(product.maker.name, "taps of a line end where other lines' classes say")
     if any(n.constant < 1 for n in counts):
         raise Unfit(product.maker.name, "a transposed convolution with positions that have no taps")
-    return shifts[own], tuple(d.taps - n.constant for n in counts)
+    return shifts[own], tuple(d.taps - n.constant for n in counts), lengths
 
 
 def forms_by_class(p: Problem, index: Sequence[Expr], strides: Strides) -> list[Linear]:

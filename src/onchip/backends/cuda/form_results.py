@@ -16,7 +16,7 @@ from onchip.backends.cuda.problem import ACC, Total
 from onchip.fusion.contraction import Contraction, as_contraction
 from onchip.fusion.inline import inline, without_unit_axes
 from onchip.fusion.region import Region
-from onchip.fusion.residues import by_class, places_of
+from onchip.fusion.residues import by_class, places_of, reading_classes
 from onchip.fusion.staging import (
     Staged,
     labelled,
@@ -50,7 +50,9 @@ NEUTRAL = {"max": -math.inf, "min": math.inf, "sum": 0.0}
 class Product:
     """tensor: the sums, read by the bodies of `results`; axes: its dimensions, those of more than
     one element that `contraction` is over; maker: the tensor whose expression held it; classes: of
-    axes whose neighbours in a result are a step apart, the axis of what lies between."""
+    axes whose neighbours in a result are a step apart, the axis of what lies between; ends: of
+    these axes, how many elements the maker has along both. The last ones of an axis are beyond that
+    for some classes, where the step does not divide it."""
 
     tensor: Tensor
     axes: tuple[Axis, ...]
@@ -58,6 +60,7 @@ class Product:
     maker: Tensor
     bodies: Mapping[Tensor, Expr]
     classes: Mapping[Axis, Axis] = field(default_factory=dict)
+    ends: Mapping[Axis, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +149,6 @@ def find_classes(region: Region) -> Product | None:
         whole = Staged(t, body, False, t.axes, t.axes)
         places = places_of(whole) if reduces(body) and not found else {}
         if places:
-            uneven = [(a.extent, c) for a, (_, c) in places.items() if a.extent % c]
-            if uneven:
-                text = (
-                    "{} positions of a transposed convolution, which its stride {} does not divide"
-                )
-                raise Unfit(t.name, text.format(*uneven[0]))
             s, classes = by_class(whole, places)
             made = [as_contraction(r, s.loops, ended=True) for r in reduces(s.body)]
             if len(made) != 1 or made[0] is None:
@@ -162,10 +159,11 @@ def find_classes(region: Region) -> Product | None:
             tensor = given([a.extent for a in axes], DType.F32, "product")
             r, element = made[0].reduce, Load(tensor, axes)
             body = rewrite(s.body, lambda x, r=r, element=element: element if x is r else None)
-            places = inverse(s.store, t.axes, t.shape)
-            assert places is not None, f"{t} is not over its own axes"
-            body = over(body, places)
-            found = Product(tensor, axes, made[0], t, inlined, classes)
+            own = inverse(s.store, t.axes, [bounds(i)[1] + 1 for i in s.store])
+            assert own is not None, f"{t} is not over its own axes"
+            body = over(body, own)
+            ends = dict(zip(classes, (a.extent for a in places), strict=True))
+            found = Product(tensor, axes, made[0], t, inlined, classes, ends)
         inlined[t] = body
     return found
 
@@ -194,7 +192,7 @@ class _Reader:
         self.summed: frozenset[Axis] = frozenset()
 
     def output(self, t: Tensor) -> Output:
-        s = split_own_axes(Staged(t, self.product.bodies[t], True, t.axes, t.axes))
+        s = reading_classes(split_own_axes(Staged(t, self.product.bodies[t], True, t.axes, t.axes)))
         body = over(s.body, {})
         folds = [r for r in reduces(body) if self._elements(r)]
         if len(folds) < len(reduces(body)):
@@ -219,9 +217,10 @@ class _Reader:
                 t.name, f"it repeats the product's elements along an axis of {left[0].extent}"
             )
         stored = tuple(simplify(over(i, places)) for i in s.store)
+        beyond = max((c.extent for c in self.product.classes.values()), default=1) - 1
         for i, n in zip(stored, t.shape, strict=True):
             low, high = bounds(i)
-            assert 0 <= low <= high < n, f"{t} is stored outside of its {n} elements"
+            assert 0 <= low <= high < n + beyond, f"{t} is stored outside of its {n} elements"
         return Output(t, stored, self.interned(over(value, places)), *self._kind(bool(folds)))
 
     def _kind(self, folds: bool) -> tuple[bool, bool]:

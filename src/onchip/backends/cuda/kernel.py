@@ -178,7 +178,7 @@ class _Emitter:
             "X_SLOT": g.x_slot, "X_BYTES": g.x_bytes, "X_STAGES": c.x_stages,
             "X_RANK": 1 + len(p.lines) + (p.matrices > 1), "BATCH": p.batch,
             "BATCHED": int(p.matrices > 1),
-            "CLASSES": p.classes, "UNLIKE": int(p.unlike),
+            "CLASSES": p.classes, "UNLIKE": int(p.unlike), "UNEVEN": int(p.uneven),
             "CLASS_TURN": max(self.programs // (c.cluster * near * p.classes), 1),
             "PIECES": g.pieces, "PIECE": g.piece, "OUTERMOST": g.outermost,
             "W_BYTES": g.w_bytes, "W_STAGES": c.w_stages, "W_PACKED": int(p.w_constant),
@@ -232,9 +232,13 @@ class _Emitter:
         out += [f"__device__ constexpr int {k}[] = {_list(v)};" for k, v in arrays.items()]
         folded = ", ".join(totals.FOLDS[t.fold] for t in p.totals) or "0"
         out.append(f"__device__ constexpr char TOTAL_FOLD[] = {{{folded}}};")
-        tables = {"START": [phase.start for phase in g.phases], "SHIFT": class_shifts(p)}
-        for k, v in tables.items():
-            rows = ", ".join(_list(_padded(row, 0)) for row in v)
+        tables = {
+            "START": ([phase.start for phase in g.phases], 0),
+            "SHIFT": (class_shifts(p), 0),
+            "LENGTH": ([p.lengths_of(n) for n in range(p.classes)], 1),
+        }
+        for k, (v, by) in tables.items():
+            rows = ", ".join(_list(_padded(row, by)) for row in v)
             out.append(f"__device__ constexpr int {k}[][{LINES}] = {{{rows}}};")
         for k, n in (("TAP_ROWS", 0), ("TAP_NUMBER", 1)):
             out.append(f"__device__ constexpr int {k}[] = {_list([t[n] for t in taps])};")

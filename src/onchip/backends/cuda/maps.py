@@ -70,21 +70,23 @@ class Maps:
         p, g = self.g.problem, self.g
         pooled = pooled and p.pools
         axes = list(p.cell_axes if pooled else p.position_axes)
-        sizes = [x.cells if pooled else x.positions for x in p.lines]
+        cells = [x.cells for x in p.lines]
+        sizes = [cells if pooled else list(p.lengths_of(n)) for n in range(p.classes)]
         extents = list(g.cells if pooled else g.config.patch)
         if p.matrices > 1:
-            axes, sizes, extents = [*axes, p.batch_axis], [*sizes, p.batch], [*extents, 1]
+            axes, extents = [*axes, p.batch_axis], [*extents, 1]
+            sizes = [[*own, p.batch] for own in sizes]
         size = t.dtype.size
         return [
             TensorMap(
                 self.numbers[t],
                 KINDS[t.dtype],
                 steps.get(None, 0),
-                (p.features, *sizes),
+                (p.features, *own),
                 tuple(steps.get(a, 0) * size for a in axes),
                 (128 // size, *extents),
                 (1,) * (1 + len(axes)),
                 128,
             )
-            for steps in steps_by_class(p, t, index, self.strides)
+            for own, steps in zip(sizes, steps_by_class(p, t, index, self.strides), strict=True)
         ]

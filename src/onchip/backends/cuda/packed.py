@@ -361,8 +361,10 @@ class PackedGeometry(Geometry):
 
 
 def narrow(problem: Problem) -> bool:
-    """Channels too few for the copy engine, which fetches 16 bytes at a time."""
-    return problem.channels * problem.size % PART_BYTES > 0
+    """Channels too few for the copy engine, which fetches 16 bytes at a time, and rows without gaps
+    between them."""
+    p = problem
+    return p.channels * p.size % PART_BYTES > 0 and p.lines[0].step == p.channels
 
 
 def geometry(problem: Problem, config: Config) -> Geometry:

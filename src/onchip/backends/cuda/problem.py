@@ -32,6 +32,7 @@ class Line:
     shifts     where the input that is read depends on a class (transposed convolutions: a result's
                position modulo the stride): elements further on, for each class; else empty
     skips      for each class, of its taps the first ones that it does not have
+    lengths    for each class, how many of the positions it has, if some have fewer; else empty
     apart      a total is of one position along it, and so is a tile: others fold over all of it
     """
 
@@ -48,6 +49,7 @@ class Line:
     lead: int = 0
     shifts: tuple[int, ...] = ()
     skips: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
     apart: bool = False
 
     @property
@@ -194,6 +196,16 @@ class Problem:
     def unlike(self) -> bool:
         """Classes have different numbers of taps."""
         return any(any(line.skips) for line in self.lines)
+
+    @property
+    def uneven(self) -> bool:
+        """Classes have different numbers of positions."""
+        return any(line.lengths for line in self.lines)
+
+    def lengths_of(self, batch: int) -> tuple[int, ...]:
+        """Positions along each line that a batch's class has."""
+        own = zip(self.lines, self.class_of(batch), strict=True)
+        return tuple(x.lengths[c] if x.lengths else x.positions for x, c in own)
 
     def class_of(self, batch: int) -> tuple[int, ...]:
         """A batch's class along each line."""

@@ -102,6 +102,10 @@ class Generator(Protocol):
         """Whether a convolution of the region could do with fewer products in a kernel alone."""
         ...
 
+    def engine_takes(self, region: Region, context: Context) -> bool:
+        """Whether there is a tensor-core engine, and it computes the region as one kernel."""
+        ...
+
     def floor_us(self, region: Region) -> float:
         """Microseconds that moving the region's inputs and results, or its products, take at the
         data sheet's rates; 0 where that says nothing about its kernels."""

@@ -100,6 +100,9 @@ class CppGenerator:
     ) -> Tensor | Refusal | None:
         return region_root(region, strides, self.machine)
 
+    def engine_takes(self, region: Region, context: Context) -> bool:
+        return False
+
     def has_short_form(self, region: Region, constants: frozenset[Tensor]) -> bool:
         if not self.fewer_products:
             return False

@@ -108,6 +108,9 @@ class CudaGenerator:
     def has_short_form(self, region: Region, constants: frozenset[Tensor]) -> bool:
         return False
 
+    def engine_takes(self, region: Region, context: Context) -> bool:
+        return isinstance(self._ways(region, context.strides, context.constants), list)
+
     def floor_us(self, region: Region) -> float:
         return triton.floor_us(region, self.gpu)
 

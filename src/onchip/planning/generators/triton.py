@@ -133,6 +133,9 @@ class TritonGenerator:
         assert first is not None, "variants are not empty"
         return first
 
+    def engine_takes(self, region: Region, context: Context) -> bool:
+        return False
+
     def has_short_form(self, region: Region, constants: frozenset[Tensor]) -> bool:
         return False
 

@@ -115,8 +115,10 @@ struct Epilogue {
         inside = feature(m, h) < cfg::FEATURES;
         UNROLL for (int l = 0; l < 4; l++) {
             const int at = View<POOLED>::first(t, l) + View<POOLED>::local(slot, l, lane, e);
-            inside = inside && at >= 0 && at < View<POOLED>::total(l);
-            p.at[l] = max(min(at, View<POOLED>::total(l) - 1), 0);
+            int end = View<POOLED>::total(l);
+            if constexpr (cfg::UNEVEN && !POOLED) end = cfg::LENGTH[t.batch][l];  // of its class
+            inside = inside && at >= 0 && at < end;
+            p.at[l] = max(min(at, end - 1), 0);
         }
         return p;
     }
