@@ -186,16 +186,29 @@ def test_verdicts_depend_on_cudnns_version(monkeypatch):
     assert generator().key == ("other", "cuDNN 9")
 
 
-def test_the_other_is_alone_where_cudnn_can_build_nothing(monkeypatch):
-    def missing() -> str:
-        raise CompilerError("not installed")
-
+def test_the_other_is_alone_without_the_package(monkeypatch):
     other = Other()
-    monkeypatch.setattr(build, "cudnn_version", missing)
+    monkeypatch.setattr(build, "installed", lambda: False)
     assert cudnn.beside(other, torch.device("cuda", 0)) is other  # type: ignore[arg-type]
 
 
+def test_a_package_that_can_not_be_used_is_a_refusal_in_the_report(monkeypatch):
+    def missing() -> str:
+        raise CompilerError("it finds no library")
+
+    monkeypatch.setattr(build, "installed", lambda: True)
+    monkeypatch.setattr(build, "cudnn_version", missing)
+    found = cudnn.beside(Other(), torch.device("cuda", 0))  # type: ignore[arg-type]
+    assert isinstance(found, WithCudnn)
+    assert found.key == ("other", "it finds no library")
+    w = whole()
+    *others, last = found.variants(w.region, context_of(w))
+    assert others == list("abcd")
+    assert "it finds no library" in str(found.write(w.region, last, context_of(w)))
+
+
 def test_it_is_beside_where_cudnn_is_there(monkeypatch):
+    monkeypatch.setattr(build, "installed", lambda: True)
     monkeypatch.setattr(build, "cudnn_version", lambda: "cuDNN 9")
     monkeypatch.setattr(cudnn, "_properties", lambda device: f"GPU {device}")
     found = cudnn.beside(Other(), torch.device("cuda", 1))  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -57,6 +58,11 @@ class Plan:
         if device not in self._launchers:
             self._launchers[device] = PlanLauncher(self, device)
         return self._launchers[device]
+
+
+def installed() -> bool:
+    """Whether the package is."""
+    return importlib.util.find_spec("cudnn") is not None
 
 
 @functools.cache

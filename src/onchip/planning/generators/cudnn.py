@@ -53,12 +53,14 @@ class NoVariant:
 @dataclass(frozen=True, slots=True)
 class WithCudnn:
     """See Generator: `other`'s kernels and cuDNN's plans, on the GPU `device`. properties: of it,
-    as cuDNN says them; tf32: PyTorch may round float32 operands of convolutions to it."""
+    as cuDNN says them; tf32: PyTorch may round float32 operands of convolutions to it; missing: why
+    cuDNN can build none here, "" if it can."""
 
     other: Generator
     device: torch.device
     properties: str
     tf32: bool
+    missing: str = ""
 
     timed = True
 
@@ -76,7 +78,7 @@ class WithCudnn:
 
     @property
     def key(self) -> tuple[str, ...]:
-        return (*self.other.key, build.cudnn_version())
+        return (*self.other.key, self.missing or build.cudnn_version())
 
     @property
     def seconds_per_kernel(self) -> float:
@@ -110,6 +112,8 @@ class WithCudnn:
 
     def _form(self, region: Region, context: Context) -> Form | Refusal | None:
         form = form_of(region, context.strides, context.constants)
+        if self.missing and form is not None:
+            return Refusal(Rule.COMPILER, region.name, self.missing)
         if isinstance(form, Form) and has_float32_product(region) and not self.tf32:
             text = "its products of float32 are TF32's, which PyTorch's flags don't allow"
             return Refusal(Rule.CUDNN_FORM, region.name, text)
@@ -185,15 +189,16 @@ def _in_turn(others: Sequence[Any], mine: Sequence[Variant]) -> list[Any]:
 
 
 def beside(other: Generator, device: torch.device) -> Generator:
-    """`other` with cuDNN's plans beside its kernels, or alone where cuDNN can build none here
-    (`onchip doctor` says why)."""
+    """`other` with cuDNN's plans beside its kernels, or alone without the package (`onchip doctor`
+    says so)."""
+    if not build.installed():
+        return other
+    device, tf32 = with_index(device), tf32_allowed()[1]
     try:
         build.cudnn_version()
-        device = with_index(device)
-        properties = _properties(device.index or 0)
-    except CompilerError:
-        return other
-    return WithCudnn(other, device, properties, tf32_allowed()[1])
+        return WithCudnn(other, device, _properties(device.index or 0), tf32)
+    except CompilerError as error:
+        return WithCudnn(other, device, "", tf32, str(error))
 
 
 @functools.cache
