@@ -115,6 +115,8 @@ def evaluate(source: GraphSource, memory: list[torch.Tensor]) -> torch.Tensor:
                 assert str(x.dtype) == f"torch.{kind}"
                 known[f"t{n}"] = x.as_strided(dim, stride).double()
             case {"value": n, "op": op, "of": of, **options}:
+                if op in ("add", "mul"):  # cuDNN takes the result's shape from the first one
+                    assert of[0].startswith("v")
                 f: Any = {"relu": relu, "conv_fprop": conv_fprop, **FUNCTIONS}[op]
                 known[f"v{n}"] = f(*(known[x] for x in of), **options)
             case {"result": n, "of": of, "dim": dim, "stride": stride, "type": _}:
@@ -225,6 +227,12 @@ def test_other_operands(name):
 def test_operands_of_signals_and_volumes():
     check(Follow(nn.Conv1d(8, 8, 3, padding=1), lambda y, g: y * g), (2, 8, 9), (8, 1))
     check(Follow(nn.Conv3d(8, 8, 1), lambda y, g: y + g), (2, 8, 3, 4, 5), (1, 8, 1, 1, 1))
+
+
+def test_a_clipped_relu_does_not_stand_right_behind_a_bias():
+    """There, only two slow engines take it."""
+    lines = lines_of(source_of(Follow(nn.Conv2d(16, 8, 1), F.relu6), laid(torch.randn(Y))).text)
+    assert [x["op"] for x in lines if "op" in x] == ["conv_fprop", "add", "identity", "relu"]
 
 
 def test_half_types_stay_float32_between_operators():
@@ -460,6 +468,17 @@ def test_without_the_package(monkeypatch):
             build.cudnn_version()
     finally:
         build.cudnn_version.cache_clear()
+
+
+@needs_package
+def test_places_count_the_librarys_engines_alone():
+    from onchip.backends.cudnn.worker import plan_at
+
+    names = ["conv_fprop_sm90[A=1]", "eng4_k24=3", "another", "eng0"]
+    assert plan_at(names, 0) == 1
+    assert plan_at(names, 1) == 3
+    with pytest.raises(ValueError, match="propose 2 plans"):
+        plan_at(names, 2)
 
 
 @needs_package

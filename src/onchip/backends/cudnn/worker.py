@@ -5,6 +5,7 @@ python -m onchip.backends.cudnn.worker
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,21 @@ def build_plan(job: dict[str, Any]) -> dict[str, Any]:
     graph.build_operation_graph()
     modes = cudnn.heur_mode
     graph.create_execution_plans([modes.A, modes.B, modes.FALLBACK])
-    # beside the library's own engines ("eng4_k24=3") the package has some in Python
-    names = map(graph.get_plan_name_at_index, range(graph.get_execution_plan_count()))
-    plans = [(n, name) for n, name in enumerate(names) if name.startswith("eng")]
-    if place >= len(plans):
-        raise ValueError(f"its heuristics propose {len(plans)} plans")
-    n, name = plans[place]
+    names = [graph.get_plan_name_at_index(n) for n in range(graph.get_execution_plan_count())]
+    n = plan_at(names, place)
     graph.build_plan_at_index(n)
     workspace = graph.get_workspace_size_plan_at_index(n)
     Path(job["plan"]).write_bytes(bytes(graph.serialize()))
-    return {"name": name, "workspace": workspace, "seconds": processor_s() - started}
+    return {"name": names[n], "workspace": workspace, "seconds": processor_s() - started}
+
+
+def plan_at(names: Sequence[str], place: int) -> int:
+    """Which of the plans is at that place among those of the library's engines ("eng4_k24=3"): the
+    package has others, in Python. ValueError if there are fewer."""
+    plans = [n for n, name in enumerate(names) if name.startswith("eng")]
+    if place >= len(plans):
+        raise ValueError(f"its heuristics propose {len(plans)} plans")
+    return plans[place]
 
 
 if __name__ == "__main__":
