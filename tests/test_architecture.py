@@ -17,7 +17,7 @@ TOP = {"api", "cli", "__main__", "__init__", *ANYWHERE}
 TORCH_ALLOWED = (
     "models/", "capture/", "algebra/", "backends/library/", "planning/", "runtime/", "api.py",
     "cli.py", "report/bench", "backends/triton/worker.py", "backends/nvidia/launcher.py",
-    "backends/nvidia/first_run.py", "backends/triton/functions.py",
+    "backends/nvidia/first_run.py", "backends/cudnn/launcher.py", "backends/triton/functions.py",
 )  # fmt: skip
 # they run the whole compiler, so they stand above it like the api
 DRIVERS = {

@@ -210,7 +210,10 @@ def _made_with(device: torch.device, settings: Settings) -> dict[str, Any]:
     unused = ("python", "compiler") if on_gpu else ("python",)
     found: dict[str, Any] = {k: v for k, v in versions().items() if k not in unused}
     if on_gpu:
-        found |= {k: version(k) or "none" for k in ("triton", "cuda-bindings")}
+        found |= {
+            k: version(k) or "none" for k in ("triton", "cuda-bindings", "nvidia-cudnn-frontend")
+        }
+        found |= {"cudnn": str(torch.backends.cudnn.version())}
         found |= {"driver": machine.driver_version(str(device)), "tf32": str(tf32_allowed())}
     found |= {"code": code_version()[:16], "device": machine.device_name(str(device))}
     return {**found, "settings": relevant(settings)}

@@ -18,7 +18,8 @@ class Settings:
     winograd          3-tap convolutions may be computed with fewer products (fusion/winograd.py),
                       where that is measured faster; never with numerics="eager"
     generator         what writes kernels: "auto" is C++ for tensors on the CPU and Triton for those
-                      on an NVIDIA GPU, on Hopper GPUs beside the tensor-core engine; "triton" and
+                      on an NVIDIA GPU, on Hopper GPUs beside the tensor-core engine, and beside
+                      cuDNN's graphs where nvidia-cudnn-frontend is installed; "triton" and
                       "cuda" (the engine, for tests) force one of the two. "triton" on the CPU is
                       for tests too: kernels run under Triton's interpreter (TRITON_INTERPRET=1),
                       are checked, and ship without being timed

@@ -17,6 +17,7 @@ from torch import nn
 
 from onchip.backends.cuda.problem import ACC, Config, Line, Problem, Result
 from onchip.backends.cuda.source import CudaSource, Pointer
+from onchip.backends.cudnn import build as cudnn_plans
 from onchip.backends.nvidia.build import Built
 from onchip.backends.nvidia.source import TensorMap
 from onchip.capture import capture
@@ -390,6 +391,7 @@ def test_hopper_gpus_get_the_engine(cuda, monkeypatch):
         shared_memory_per_block_optin=232448, shared_memory_per_block=49152, L2_cache_size=60 << 20,
     )  # fmt: skip
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(cudnn_plans, "installed", lambda: False)
     device = torch.device("cuda", 0)
     both = generator_for(device, Settings())
     assert isinstance(both, cuda.CudaGenerator)

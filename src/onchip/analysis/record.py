@@ -63,7 +63,7 @@ class KernelRow:
     """One kernel of the fused program.
 
     ops      names of the operators that it computes, in execution order
-    backend  "cpp", "triton", "cuda", "library"; choice: the variant chosen, readable
+    backend  "cpp", "triton", "cuda", "cudnn", "library"; choice: the variant chosen, readable
     occupancy  resident share of the multiprocessor's warps, 0..1
     """
 

@@ -30,6 +30,7 @@ KINDS = {
     "prebuilt": "what C++ kernels share",
     "triton": "Triton kernels",
     "cuda": "CUDA C++ kernels",
+    "cudnn": "cuDNN's plans",
     "choices": "choices",
     "ceilings": "ceilings of machines",
 }

@@ -44,6 +44,7 @@ class Rule(Enum):
     UNSUPPORTED_DTYPE = (Family.UNSUPPORTED, "the element type has no generated code")
     UNSUPPORTED_EXPRESSION = (Family.UNSUPPORTED, "its expression has no generated code")
     CONTRACTION_FORM = (Family.UNSUPPORTED, "the product's operands have no matrix form")
+    CUDNN_FORM = (Family.UNSUPPORTED, "cuDNN's graphs don't have its form")
     NOT_WHOLE = (Family.UNSUPPORTED, "no kernel runs the group as a whole, so it is cut")
     SLOWER = (Family.UNPROFITABLE, "measured: the separate kernels are faster")
     LIBRARY_BETTER = (Family.UNPROFITABLE, "measured: a library call takes less time")

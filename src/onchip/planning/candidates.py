@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from onchip.backends.cudnn.build import Plan as CudnnPlan
 from onchip.backends.nvidia.source import Workspace
 from onchip.fusion.region import Region
 from onchip.ir.expr import Tensor
@@ -58,6 +59,7 @@ class Candidate:
     workspace  memory behind the outputs, for what its launches hand on
     precision  of its float32 products, where that is a choice: "ieee", "tf32x3" or "tf32"
     waits      see KernelStep
+    foreign    a library's: it is compared with ATen where inputs are NaN or infinite, too
     token      what its generator makes its variant from without looking for others (`again`); {}:
                it has to look
     """
@@ -73,6 +75,7 @@ class Candidate:
     precision: str = ""
     waits: bool = False
     fewer_products: bool = False  # Winograd's form
+    foreign: bool = False
     token: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -105,6 +108,15 @@ def _moved(d: Derived, same: dict[Tensor, Tensor]) -> Derived:
     for old, new in zip(d.sources, sources, strict=True):
         name = name.replace(old.name, new.name)
     return replace(d, name=name, sources=sources)
+
+
+def completed(candidate: Candidate, built: object) -> Candidate:
+    """The candidate with what is known when it is built: the name and the workspace of cuDNN's
+    plan."""
+    if not isinstance(built, CudnnPlan):
+        return candidate
+    workspace = (Workspace(built.workspace),) if built.workspace else ()
+    return replace(candidate, choice=f"{candidate.choice}: {built.name}", workspace=workspace)
 
 
 def comment_of(region: Region, note: str = "") -> str:

@@ -19,7 +19,7 @@ from onchip.fusion.partition import Group, Partitioner
 from onchip.ir.graph import Node
 from onchip.planning import machine
 from onchip.planning.building import BUILD_SHARE, build_within
-from onchip.planning.candidates import Context
+from onchip.planning.candidates import Candidate, Context, completed
 from onchip.planning.choice import Choice, halves
 from onchip.planning.cut import (
     DEPTH,
@@ -136,6 +136,7 @@ class Decider:
         verdict, built = found or (None, None)
         kernel = None
         if verdict is not None and built is not None:
+            u = u.completed(verdict.index, built)
             kernel = self.generator.kernel(u.candidates[verdict.index], built)
         return Choice(u, verdict, built, kernel, form)
 
@@ -237,7 +238,7 @@ class Decider:
             for i, b in built.items()
         }
         constants, values = self.partitioner.constants, self.values
-        candidates = {i: u.candidates[i] for i in kernels}
+        candidates = {i: completed(u.candidates[i], built[i]) for i in kernels}
         found = tune(
             u.region,
             candidates,

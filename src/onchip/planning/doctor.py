@@ -15,6 +15,7 @@ from onchip.backends.cache import cache_folder, entries
 from onchip.backends.cpp.compiler import compiler_version
 from onchip.backends.cuda import build as cuda
 from onchip.backends.cuda.source import CudaSource, Pointer
+from onchip.backends.cudnn.build import PACKAGE, cudnn_version
 from onchip.backends.nvidia.launcher import driver
 from onchip.backends.nvidia.source import Launch
 from onchip.backends.triton.build import build_all, triton_version
@@ -53,7 +54,6 @@ _OPTIONAL = {
     "timm": 'timm: models; pip install "onchip[models]"',
     "transformers": 'transformers: models; pip install "onchip[models]"',
     "onnxruntime": 'ONNX Runtime as a peer in benchmarks; pip install "onchip[onnx]"',
-    "nvidia-cudnn-frontend": 'cuDNN\'s fused convolutions; pip install "onchip[cudnn]"',
 }
 
 
@@ -67,6 +67,7 @@ def examine() -> list[Row]:
         _driver(),
         _triton(),
         _nvrtc(),
+        _cudnn(),
         _compiler(),
         _cache(),
         *(_optional(name, gives) for name, gives in _OPTIONAL.items()),
@@ -143,6 +144,14 @@ def _nvrtc() -> Row:
     if isinstance(made, CompilerError):
         return ("NVRTC", f"{found}, builds nothing", str(made))
     return ("NVRTC", f"{found}, builds a kernel for sm_90", "")
+
+
+def _cudnn() -> Row:
+    """Whether cuDNN's fused graphs can be candidates."""
+    try:
+        return ("cuDNN's graphs", cudnn_version(), "")
+    except CompilerError as error:
+        return ("cuDNN's graphs", version(PACKAGE) or "not installed", str(error))
 
 
 def _compiler() -> Row:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from onchip.backends.cudnn.build import Plan
 from onchip.backends.nvidia import pool
 from onchip.backends.nvidia.build import Built
 from onchip.errors import CompilerError
@@ -43,7 +44,7 @@ class Isolation:
         """Start the child, which takes seconds, while kernels are being compiled."""
         pool.prepare(self.child)
 
-    def first_run(self, name: str, built: Built, tensors: Sequence[Spec]) -> Refusal | None:
+    def first_run(self, name: str, built: Built | Plan, tensors: Sequence[Spec]) -> Refusal | None:
         """Why the kernel must not run in this process; None if it ran."""
         if not self._usable:
             return None

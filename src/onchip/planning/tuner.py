@@ -22,7 +22,7 @@ from onchip.planning.plan import CallStep, Kernel
 from onchip.planning.precision import TF32_TOLERANCE
 from onchip.planning.records import load_record, store_record
 from onchip.planning.timing import HOST, Clock, fastest
-from onchip.planning.values import Values
+from onchip.planning.values import Values, in_layout
 
 # A float32 result may differ from eager's by roundings in another order, not by more.
 TOLERANCE = {torch.float32: 2e-4, torch.float64: 1e-9, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -88,11 +88,11 @@ def tune(
     kernels run for the first time, if not here."""
     refused: list[tuple[str, str]] = []
     if clock is None:
-        right = next(_checked(candidates, kernels, values, refused, isolation), None)
+        right = next(_checked(candidates, kernels, constants, values, refused, isolation), None)
         if right is None:
             return Verdict("library", refused=tuple(refused))
         return Verdict("kernel", right[0], refused=tuple(refused))
-    mine = dict(_checked(candidates, kernels, values, refused, isolation))
+    mine = dict(_checked(candidates, kernels, constants, values, refused, isolation))
     runs: dict[str, Callable[[], object]] = {"library": run_of(aten_steps(region.nodes), values)}
     if onednn:
         problem = check_steps(onednn, region, constants, values)
@@ -138,6 +138,7 @@ def _fastest_of(
 def _checked(
     candidates: Mapping[int, Candidate],
     kernels: Mapping[int, Kernel | CompilerError | Refusal],
+    constants: frozenset[Tensor],
     values: Values,
     refused: list[tuple[str, str]],
     isolation: Isolation | None,
@@ -163,10 +164,22 @@ def _checked(
                 continue
         trial = Trial.of(c, k, values, derived[key])
         problem = check(trial, values)
+        if c.foreign and not problem:
+            odd, expected = _odd(c.region, constants, values)
+            problem = check(Trial.of(c, k, odd, derived[key]), expected)
+            problem = f"with NaN and infinities among the inputs: {problem}" if problem else ""
         if problem:
             refused.append((c.choice, str(Refusal(Rule.WRONG, c.region.name, problem))))
         else:
             yield i, trial.run
+
+
+def _odd(region: Region, constants: frozenset[Tensor], values: Values) -> tuple[Values, Values]:
+    """Values with NaN and infinities among the inputs, and ATen's results of them."""
+    odd = planted(region, constants, values)
+    local = run_of(aten_steps(region.nodes), odd)()
+    results = {t: in_layout(local[t], values[t].stride()) for t in region.outputs}
+    return odd, Values({**odd.tensors, **results})
 
 
 def memory_of(c: Candidate, values: Values, derived: Sequence[torch.Tensor]) -> list[Spec]:

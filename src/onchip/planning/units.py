@@ -9,7 +9,7 @@ import hashlib
 import heapq
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from onchip.fusion.refusal import Refusal
 from onchip.fusion.region import Region
 from onchip.fusion.signature import numbered
 from onchip.ir.expr import Tensor
-from onchip.planning.candidates import Candidate, Context
+from onchip.planning.candidates import Candidate, Context, completed
 from onchip.planning.generators import Generator
 from onchip.planning.records import describe
 from onchip.planning.tuner import Verdict, load_verdict
@@ -49,6 +49,11 @@ class Unit:
     refusal: Refusal | None
     refused: tuple[tuple[str, str], ...] = ()
     left_out: int = 0
+
+    def completed(self, index: int, built: object) -> Unit:
+        """With what building one of its candidates has told of it."""
+        found = completed(self.candidates[index], built)
+        return replace(self, candidates={**self.candidates, index: found})
 
 
 @dataclass(frozen=True, eq=False, slots=True)

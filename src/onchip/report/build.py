@@ -13,6 +13,7 @@ from onchip.analysis.roofline import Ceilings
 from onchip.analysis.summary import program_bound_us
 from onchip.analysis.traffic import Ledger, Traffic, account
 from onchip.backends.cpp.compiler import Binary
+from onchip.backends.cudnn.build import Plan as CudnnPlan
 from onchip.backends.nvidia.build import Built
 from onchip.capture.captured import Captured
 from onchip.fusion.refusal import Rule
@@ -180,13 +181,18 @@ def _rows(
         yield (
             replace(
                 row,
-                backend=built.backend if isinstance(built, Built) else compiled.planned.generator,
+                backend=_backend(built) or compiled.planned.generator,
                 choice=choice,
                 measured_us=verdict.kernel_us if verdict else None,
                 **built_figures(built),
             ),
             traffic.totals,
         )
+
+
+def _backend(built: object) -> str:
+    """What wrote a kernel for a GPU; "" for others."""
+    return built.backend if isinstance(built, (Built, CudnnPlan)) else ""
 
 
 def _library_row(
@@ -239,6 +245,8 @@ def built_figures(built: object) -> dict[str, Any]:
     match built:
         case Binary():
             found: dict[str, Any] = {"code_bytes": built.code_bytes}
+        case CudnnPlan():
+            found = {}
         case Built(resources=()):  # Triton's interpreter compiles nothing
             return {}
         case Built(resources=parts):

@@ -52,7 +52,7 @@ _KERNEL = _object(
     "One kernel of the fused program.",
     name=_value("string", "unique name"),
     ops=_list("operators it computes, in order", _value("string", "operator's name")),
-    backend=_value("string", "cpp, triton, cuda or library"),
+    backend=_value("string", "cpp, triton, cuda, cudnn or library"),
     choice=_value("string", "the variant chosen"),
     dram_bytes=_maybe("integer", "bytes read and written in global memory"),
     flops=_maybe("integer", "operations"),

@@ -162,7 +162,7 @@ def _convolution(
     if n not in (2, 3) or x.rank != weight.rank or args.get("transposed"):
         return None
     stride, dilation = (list(per_dimension(args[k], n)) for k in ("stride", "dilation"))
-    padding = _padding(args["padding"], weight.shape[2:], dilation)
+    padding = padding_of(args["padding"], weight.shape[2:], dilation)
     if padding is None:
         return None
     groups, shape = args["groups"], list(x.shape)
@@ -175,7 +175,7 @@ def _convolution(
     return _Anchor(node, x, packed, bias, (padding, stride, dilation, groups))
 
 
-def _padding(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> list[int] | None:
+def padding_of(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> list[int] | None:
     """The same number of elements at both ends of each dimension; None if they differ."""
     if padding == "valid":
         padding = 0

@@ -162,7 +162,7 @@ class Launcher:
             for f, arguments in self._calls:
                 code = self._launch(*arguments)
                 if code == _INVALID_CONTEXT:  # this thread's first use of the GPU
-                    _make_current(self.device)
+                    make_current(self.device)
                     code = self._launch(*arguments)
                 if code:
                     _check(code, f"launching {f.name}")
@@ -170,7 +170,7 @@ class Launcher:
     def _move(self, m: EncodedMap, pointer: int) -> None:
         code = m.move(driver(), pointer)
         if code == _INVALID_CONTEXT:
-            _make_current(self.device)
+            make_current(self.device)
             code = m.move(driver(), pointer)
         _check(code, f"making a tensor map of the memory at {pointer:#x}")
 
@@ -262,7 +262,7 @@ def _check(code: int, what: str) -> None:
     raise DeviceError(f"{what} failed: {texts[0]} ({texts[1]})")
 
 
-def _make_current(device: int) -> None:
+def make_current(device: int) -> None:
     """Make torch's context, the device's primary one, this thread's."""
     handle, context = ctypes.c_int(), ctypes.c_void_p()
     _check(driver().cuDeviceGet(ctypes.byref(handle), device), f"opening GPU {device}")

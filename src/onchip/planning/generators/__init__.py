@@ -148,8 +148,12 @@ def generator_for(device: torch.device, settings: Settings) -> Generator:
             return triton.interpreted()
         case "cuda", "triton":
             return triton.for_device(device)
-        case "cuda", "auto" | "cuda":
-            return _for_gpu(device, settings.generator == "cuda")
+        case "cuda", "cuda":
+            return _for_gpu(device, True)
+        case "cuda", "auto":
+            from onchip.planning.generators import cudnn
+
+            return cudnn.beside(_for_gpu(device, False), device)
     raise InputError(
         f'Settings(generator="{settings.generator}") can\'t write kernels for tensors on {device}: '
         'use generator="auto"'

@@ -16,6 +16,7 @@ import torch
 
 from onchip.analysis.roofline import DEVICES
 from onchip.analysis.work import flops
+from onchip.backends.cudnn.build import Plan
 from onchip.backends.nvidia.build import Built
 from onchip.backends.triton.build import build_all, interpret, interpreting, triton_version
 from onchip.backends.triton.kernel import emit_kernel
@@ -40,7 +41,7 @@ from onchip.planning.values import torch_dtype
 class DeviceKernel:
     """A kernel on a GPU; see plan.DeviceCode. `run` enqueues it on PyTorch's current stream."""
 
-    built: Built
+    built: Built | Plan
     device: int
 
     def run(self, pointers: list[int]) -> int:
@@ -254,7 +255,7 @@ def gpu_of(device: torch.device) -> Gpu:
 def for_device(device: torch.device) -> TritonGenerator:
     """The generator for the GPU that `device` is."""
     machine = Machine(1, 16, gpu_of(device))
-    return TritonGenerator(machine, _with_index(device), tf32_allowed())
+    return TritonGenerator(machine, with_index(device), tf32_allowed())
 
 
 def for_gpu(gpu: Gpu) -> TritonGenerator:
@@ -274,5 +275,6 @@ def interpreted() -> TritonGenerator:
     return TritonGenerator(machine, torch.device("cpu"), tf32_allowed(), interpret=True)
 
 
-def _with_index(device: torch.device) -> torch.device:
+def with_index(device: torch.device) -> torch.device:
+    """A GPU by its number."""
     return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
