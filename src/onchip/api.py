@@ -34,6 +34,7 @@ from onchip.planning.plan import Plan
 from onchip.planning.planner import Planned, Progress, plan
 from onchip.planning.precision import tf32_allowed
 from onchip.planning.relayout import with_channels_last
+from onchip.planning.relayout_results import with_channels_first_results
 from onchip.planning.units import code_version
 from onchip.report import Report
 from onchip.report.build import Facts, build_report
@@ -229,7 +230,7 @@ def _decide(
     captured = simplify(original, settings)
     inputs = graph_inputs(captured, args, kwargs)
     if generator_for(device_of(captured, inputs), settings).pads_operands:  # the engine's copies
-        captured = with_channels_last(captured)
+        captured = with_channels_first_results(with_channels_last(captured))
     planned = plan(captured, inputs, settings, progress)
     if lock is not None:
         lock.settle(planned)
