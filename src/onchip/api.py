@@ -34,6 +34,7 @@ from onchip.planning.plan import Plan
 from onchip.planning.planner import Planned, Progress, plan
 from onchip.planning.precision import mark_exact, tf32_allowed
 from onchip.planning.relayout import with_channels_last
+from onchip.planning.relayout_results import with_channels_first_results
 from onchip.planning.units import code_version
 from onchip.report import Report
 from onchip.report.build import Facts, build_report
@@ -233,7 +234,7 @@ def _decide(
     inputs = graph_inputs(captured, args, kwargs)
     mark_exact(captured.graph, device_of(captured, inputs))
     if generator_for(device_of(captured, inputs), settings).pads_operands:  # the engine's copies
-        captured = with_channels_last(captured)
+        captured = with_channels_first_results(with_channels_last(captured))
     planned = plan(captured, inputs, settings, progress)
     if lock is not None:
         lock.settle(planned)

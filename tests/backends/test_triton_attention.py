@@ -132,6 +132,12 @@ def rows_of(kind: str, dtype: DType, like: np.ndarray | None = None) -> Program:
     return program([op("cross_entropy_loss", x, target, None, 0)])
 
 
+def means_behind() -> Program:
+    """The sums of a layer, each over means: folds in folds that the walk over features has."""
+    x, w = value((3, 7, 11), F32), value((101, 7), F32)
+    return program([op("logsumexp", op("linear", op("mean.dim", x, [2]), w), [1])])
+
+
 def some_rows(queries: int, keys: int) -> np.ndarray:
     """Booleans, with rows that see nothing, only the last key, only the first."""
     mask = np.random.default_rng(5).random((queries, keys)) < 0.4
@@ -169,6 +175,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "window": lambda: composed(71, 71, window),
     "weights cast": lambda: composed(19, 53, softcap, half=True),
     "logsumexp": lambda: rows_of("logsumexp", F32),
+    "logsumexp of a layer of means": means_behind,
     "logsumexp of extremes": lambda: rows_of("logsumexp", F32, EXTREME),
     "cross entropy": lambda: rows_of("cross entropy", BF16),
 }

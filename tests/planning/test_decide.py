@@ -475,11 +475,14 @@ def test_the_first_cut_stays_where_the_second_is_worse(one_cut):
     assert (first.kind, first.split_us) == ("library", pytest.approx(78.0))
 
 
-def test_a_cut_that_lets_the_engine_in_is_measured_first(one_cut, monkeypatch):
+@pytest.mark.parametrize("which", ["engine_cut", "results_cut"])
+def test_a_cut_that_lets_the_engine_in_is_measured_first(which, one_cut, monkeypatch):
     own = Cut((0, 1, 2), 280)
-    monkeypatch.setattr(
-        decide, "engine_cut", lambda region, *_: own if len(region.nodes) == 4 else None
-    )
+
+    def found(region, *_):
+        return own if len(getattr(region, "nodes", region)) == 4 else None
+
+    monkeypatch.setattr(decide, which, found)
     monkeypatch.setattr(decide.Decider, "_gain", lambda *_: 0.0)  # nothing else would be tried
     stored = one_cut(4, [60e-6])
     _, planned, _ = program_of(Four(), torch.randn(5, 7))

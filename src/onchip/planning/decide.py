@@ -41,6 +41,7 @@ from onchip.planning.library import onednn_steps
 from onchip.planning.pool import price_of, ranked_cuts
 from onchip.planning.records import about_to_measure
 from onchip.planning.relayout import relayout_cut
+from onchip.planning.relayout_results import results_cut
 from onchip.planning.timing import Clock, clock_for, fastest
 from onchip.planning.tuner import Verdict, load_verdict, store_verdict, tune
 from onchip.planning.units import Unit, by_turns, find_units, most_sources, work
@@ -313,7 +314,8 @@ class Decider:
         for k, c in {c.unit.key: c for c in reversed(found)}.items():
             if k in known or c.verdict is None or c.verdict.kind == "split":  # no kernel runs it
                 continue
-            behind = relayout_cut(c.unit.region.nodes)  # what it is there for
+            nodes = c.unit.region.nodes
+            behind = relayout_cut(nodes) or results_cut(nodes)  # what they are there for
             if behind is not None:
                 out.append((c, [behind]))
                 continue

@@ -308,8 +308,11 @@ def scaled(x: Expr) -> tuple[Expr, float]:
     return x, 1.0
 
 
-def _outside(e: Expr, over: Axis) -> list[Reduce]:
-    """The outermost folds that don't depend on the walk's axis."""
-    if isinstance(e, Reduce) and over not in free_axes(e):
-        return [e]
-    return [r for k in children(e) for r in _outside(k, over)]
+def _outside(e: Expr, over: Axis, within: frozenset[Axis] = frozenset()) -> list[Reduce]:
+    """The outermost folds that depend neither on the walk's axis nor on those of folds around them
+    (`within`)."""
+    if isinstance(e, Reduce):
+        if free_axes(e).isdisjoint({over, *within}):
+            return [e]
+        within |= set(e.axes)
+    return [r for k in children(e) for r in _outside(k, over, within)]
