@@ -44,6 +44,25 @@ def cases():
         "transposed": (
             Ways(lambda x, c: c(x), nn.ConvTranspose2d(6, 8, 2, 2)), (1, 6, 5, 4), ["input0"],
         ),
+        "transposed, one feature": (
+            Ways(lambda x, c: c(x), nn.ConvTranspose2d(6, 1, 2, 2)), (1, 6, 5, 4), ["input0"],
+        ),
+        "transposed, groups": (
+            Ways(lambda x, c: c(x), nn.ConvTranspose2d(6, 9, 2, 2, groups=3)), (1, 6, 5, 4),
+            ["input0"],
+        ),
+        "transposed, groups of one feature": (
+            Ways(lambda x, c: c(x), nn.ConvTranspose2d(6, 3, 2, 2, groups=3)), (1, 6, 5, 4),
+            ["input0"],
+        ),
+        "transposed, depthwise": (
+            Ways(lambda x, c: c(x), nn.ConvTranspose2d(6, 12, 2, 2, groups=6)), (1, 6, 5, 4), [],
+        ),
+        "by the flag": (
+            Ways(lambda x, c: torch.convolution(
+                x, c.weight, None, [2, 2], [0, 0], [1, 1], True, [0, 0], 6,
+            ), nn.ConvTranspose2d(6, 12, 2, 2, groups=6)), (1, 6, 5, 4), [],
+        ),
         "groups": (Ways(lambda x, c: c(x), nn.Conv2d(6, 8, 3, groups=2)), (1, 6, 5, 4), ["input0"]),
         "one channel": (Ways(lambda x, c: c(x), nn.Conv2d(1, 8, 3)), (2, 1, 9, 7), []),
         "depthwise": (Ways(lambda x, c: c(x), nn.Conv2d(6, 6, 3, groups=6)), (2, 6, 9, 7), []),
