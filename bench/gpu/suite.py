@@ -1,15 +1,16 @@
 """Cases of a suite of `onchip bench` with peers as a short table:
 
-    python3 bench/gpu/suite.py SUITE [REGEX] [--without PEER...]
-    python3 bench/gpu/suite.py kernelbench PATH [REGEX] [--ids 1,4,7-9] [--skip K] [--every N]
+    python3 bench/gpu/suite.py SUITE [REGEX] [--without PEER...] [--prepare N]
+    python3 bench/gpu/suite.py kernelbench PATH [REGEX] [--ids 1,4,7-9] [--skip K] [--every N] ...
 
 REGEX chooses cases by name and type ("56x56.*bfloat16"). PATH is a clone of KernelBench; of its
 problems (of IDS: all) the first K are left out and then all but every N-th, so that N runs with
-K = 0 ... N - 1 are all of them. Every row is printed, and the contract's
-JSON written to $OUT/SUITE-cuda.json (for bench/results; merge.py joins those of several runs), as
-soon as the case is done: a run that is stopped keeps what it has. A case that breaks or hangs the
-process has a row that says so, and the others run in a new process. Exit code 1: a case failed or
-missed its target.
+K = 0 ... N - 1 are all of them. Every row is printed, and the contract's JSON written to
+$OUT/SUITE-cuda.json (for bench/results; merge.py joins those of several runs), as soon as the case
+is done: a run that is stopped keeps what it has. --prepare N first runs every case in N processes
+side by side, which prints those that fail and leaves compiled kernels in the caches, but nothing
+that was measured meanwhile. A case that breaks or hangs the process has a row that says so, and the
+others run in a new process. Exit code 1: a case failed or missed its target.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +37,7 @@ from bench.gpu import kernels  # noqa: E402
 
 from onchip.errors import OnchipError  # noqa: E402
 from onchip.report import bench, benchmarks, schema  # noqa: E402
+from onchip.settings import Settings  # noqa: E402
 
 PEERS = {
     "eager": "eager",
@@ -45,6 +50,7 @@ PEERS = {
 }  # and the heads of their columns, which a suite without them has not
 # A case that takes longer hangs; a peer that tries all that it can takes minutes for a network.
 QUIET_S, QUIET_TUNED_S = 240, 570
+PREPARED_S = 40.0  # of searching and building, for one case while others run
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -55,7 +61,9 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     p.add_argument("--ids", default="")
     p.add_argument("--skip", type=int, default=0)
     p.add_argument("--every", type=int, default=1)
+    p.add_argument("--prepare", type=int, default=0, metavar="N")
     p.add_argument("--state", type=Path, help=argparse.SUPPRESS)
+    p.add_argument("--part", type=int, help=argparse.SUPPRESS)  # of N, which this process prepares
     found = p.parse_args(argv)
     found.problems = {}
     if found.suite == bench.KERNELBENCH:
@@ -109,6 +117,34 @@ def parent(options: argparse.Namespace, argv: Sequence[str]) -> int:
     rows = result["rows"] if result else []
     print("\n".join(x.strip() for x in benchmarks.summary(rows)))
     return 1 if code or not rows or any(missed(r) for r in rows) else 0
+
+
+def prepare(options: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Compiles all cases with peers, in processes side by side, and forgets what they measured."""
+    from onchip.backends import cache
+
+    # what a machine can do is measured alone
+    alone = "from onchip.planning import machine; machine.measure('cuda')"
+    subprocess.run([sys.executable, "-c", alone], check=True)
+    start = time.monotonic()
+    command = [sys.executable, __file__, *argv, "--part"]
+    parts = [subprocess.Popen([*command, str(n)]) for n in range(options.prepare)]
+    codes = [p.wait() for p in parts]
+    shutil.rmtree(cache.folder_of("choices"))
+    print(f"prepared in {time.monotonic() - start:.0f} s; exit codes {codes}", flush=True)
+
+
+def part(options: argparse.Namespace) -> int:
+    """One process' share of the cases; prints those that fail."""
+    from onchip.report import bench_kernelbench
+
+    bench_kernelbench.ROUNDS = 1, 1
+    bench_kernelbench.KernelBench.settings = Settings(budget_s=PREPARED_S)
+    for case in wanted(options)[options.part :: options.prepare]:
+        (row,) = bench.run_cases(options.suite, [case], True, options.without)["rows"]
+        if row["onchip_us"] is None:
+            print(f"prepared {name_of(case)}: {row['notes'][:400]}", flush=True)
+    return 0
 
 
 def child(options: argparse.Namespace) -> int:
@@ -181,4 +217,8 @@ def missed(r: dict[str, Any]) -> bool:
 
 if __name__ == "__main__":
     parsed = arguments(sys.argv[1:])
+    if parsed.part is not None:
+        sys.exit(part(parsed))
+    if parsed.prepare and not parsed.state:
+        prepare(parsed, sys.argv[1:])
     sys.exit(child(parsed) if parsed.state else parent(parsed, sys.argv[1:]))

@@ -32,7 +32,7 @@ from onchip.planning.lock import Lock, relevant
 from onchip.planning.peers import quiet
 from onchip.planning.plan import Plan
 from onchip.planning.planner import Planned, Progress, plan
-from onchip.planning.precision import tf32_allowed
+from onchip.planning.precision import mark_exact, tf32_allowed
 from onchip.planning.relayout import with_channels_last
 from onchip.planning.units import code_version
 from onchip.report import Report
@@ -228,6 +228,7 @@ def _decide(
 ) -> Compiled:
     captured = simplify(original, settings)
     inputs = graph_inputs(captured, args, kwargs)
+    mark_exact(captured.graph, device_of(captured, inputs))
     if generator_for(device_of(captured, inputs), settings).pads_operands:  # the engine's copies
         captured = with_channels_last(captured)
     planned = plan(captured, inputs, settings, progress)

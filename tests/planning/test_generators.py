@@ -21,8 +21,10 @@ from onchip.errors import CompilerError, DeviceError, InputError
 from onchip.fusion.machine import GPUS, Machine
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.fusion.region import region_of
+from onchip.fusion.signature import EXACT, signature
 from onchip.planning import decide, planner, timing, units
 from onchip.planning.candidates import Candidate, Context
+from onchip.planning.derive import to_tf32
 from onchip.planning.generators import generator_for
 from onchip.planning.generators.cpp import CppGenerator
 from onchip.planning.generators.triton import TritonGenerator, for_gpu
@@ -198,6 +200,47 @@ def test_both_kinds_of_products_are_as_exact_as_the_stricter():
     region = whole_region(model, *inputs)[0]
     assert precisions(region, (False, True)) == ("tf32x3", "ieee")
     assert precisions(region, (True, True)) == ("tf32",)
+
+
+def test_a_convolution_that_the_library_computes_in_float32_is_as_exact():
+    region = CONVOLUTION()
+    assert precisions(region, (False, True)) == ("tf32",)
+    before = signature(region, {}, frozenset())
+    region.nodes[-1].results[0].tag[EXACT] = True
+    assert precisions(region, (False, True)) == ("tf32x3",)
+    assert signature(region, {}, frozenset()) != before  # another verdict
+
+
+@needs_triton
+def test_operands_are_rounded_to_tf32_constants_beforehand():
+    conv = nn.Conv2d(16, 32, 3)
+    _, made = planned_for_h200(conv, torch.randn(2, 16, 20, 20))
+    texts = [c.source.text for c in made]
+    assert all("tl.dot(to_tf32(x" in t and t.count("to_tf32(") == 2 for t in texts)  # and its def
+    for c in made:
+        (t,) = c.source.rounded
+        assert t.name == "weight"
+        got = c.derived[-1].compute([conv.weight])
+        assert torch.equal(got, to_tf32(conv.weight.detach().clone()))
+        assert got.stride() == c.strides[t]
+
+
+@needs_triton
+def test_a_constant_that_is_read_twice_is_rounded_in_the_kernel():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(16, 16, 1, 1))
+
+        def forward(self, x):
+            return F.conv2d(x, self.weight) * self.weight
+
+    _, made = planned_for_h200(Twice(), torch.randn(16, 16, 20, 20))
+    found = [c for c in made if isinstance(c, Candidate)]
+    assert found
+    for c in found:
+        assert not c.source.rounded
+        assert c.source.text.count("to_tf32(") == 3
 
 
 @needs_triton

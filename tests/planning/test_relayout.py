@@ -7,8 +7,11 @@ from torch import nn
 
 from onchip.capture import capture
 from onchip.capture.schema import is_view
+from onchip.errors import CompilerError
 from onchip.fusion.layout import choose_layouts
-from onchip.planning import planner
+from onchip.fusion.refusal import Rule
+from onchip.planning import decide, planner
+from onchip.planning.generators.cpp import CppGenerator
 from onchip.planning.relayout import relayout_cut, with_channels_last
 from onchip.planning.values import run_eagerly
 from onchip.runtime.program import Program
@@ -142,3 +145,23 @@ def test_the_cut_lies_behind_the_copy() -> None:
     assert cut.nbytes == 2 * 4 * 2 * 6 * 9 * 7
     assert relayout_cut(nodes[1:]) is None
     assert relayout_cut(nodes[:1]) is None  # by itself: nothing to cut
+
+
+def test_a_copy_that_no_kernel_takes_along_is_apart_with_the_reason(monkeypatch) -> None:
+    def build_all(self, candidates):
+        found = build(self, candidates)
+        why = CompilerError("more registers than there are")
+        pairs = zip(candidates, found, strict=True)
+        return [why if len(c.region.nodes) > 1 else b for c, b in pairs]
+
+    build = CppGenerator.build_all
+    monkeypatch.setattr(CppGenerator, "build_all", build_all)
+    monkeypatch.setattr(decide, "onednn_steps", lambda *_: ())  # as on a GPU
+    model, shape, _ = CASES["a picture"]
+    x = torch.randn(shape)
+    captured = with_channels_last(capture(model, (x,)))
+    planned = planner.plan(captured, [x], Settings(budget_s=60.0))
+    (first,) = (d for d in planned.decisions if d.edge[0] == "input0_channels_last")
+    assert not first.fused
+    assert first.rule == Rule.NOT_WHOLE.name
+    assert "more registers than there are" in first.text

@@ -9,6 +9,9 @@ from onchip.ir.expr import Tensor
 
 Strides = tuple[int, ...]
 
+# A tag of a product's result: PyTorch computes it in float32, so that TF32 would be less exact.
+EXACT = "float32 in PyTorch"
+
 
 def signature(region: Region, strides: dict[Tensor, Strides], constants: frozenset[Tensor]) -> str:
     """Operators with their arguments, shapes, types, strides and connections. Two regions with the
@@ -46,5 +49,6 @@ def numbered(
         results = ",".join(
             ("!" if t in outputs else "") + tensor(t) if t is not None else "-" for t in n.outputs
         )
-        lines.append(f"{results}={call}")
+        exact = "exact " * any(t is not None and EXACT in t.tag for t in n.outputs)
+        lines.append(f"{results}={exact}{call}")
     return ";".join(lines), tuple(number)

@@ -311,7 +311,7 @@ class Decider:
             counts[c.unit.key] = counts.get(c.unit.key, 0) + 1
         out = []
         for k, c in {c.unit.key: c for c in reversed(found)}.items():
-            if k in known or c.verdict is None:
+            if k in known or c.verdict is None or c.verdict.kind == "split":  # no kernel runs it
                 continue
             behind = relayout_cut(c.unit.region.nodes)  # what it is there for
             if behind is not None:

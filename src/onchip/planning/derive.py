@@ -27,20 +27,32 @@ def derived_tensor(
     available: frozenset[Tensor],
     strides: tuple[int, ...] | None = None,
     device: torch.device | str = "cpu",
+    tf32: bool = False,
 ) -> Derived:
     """A tensor that depends on constants only, evaluated in float64 on the CPU (what is only moved:
-    on `device`) and rounded once; dense, or with the strides that a kernel asks for, on
-    `device`."""
+    on `device`) and rounded once (tf32: from float32 to TF32, too); dense, or with the strides that
+    a kernel asks for, on `device`."""
+    name = f"{t.name} as {strides}{' in TF32' * tf32}"
+    last = to_tf32 if tf32 else lambda x: x
     if t in available:
-        return Derived(f"{t.name} as {strides}", (t,), lambda v: _restrided(v[0].detach(), strides))
+        return Derived(name, (t,), lambda v: last(_restrided(v[0].detach(), strides)))
     sources = _sources(t, available)
 
     def compute(values: list[torch.Tensor]) -> torch.Tensor:
         given = dict(zip(sources, values, strict=True))
         dense = _exact(t, given, device).to(torch_dtype(t)).contiguous()
-        return _restrided(dense.to(device), strides)
+        return last(_restrided(dense.to(device), strides))
 
-    return Derived(f"{t.name} as {strides}", sources, compute)
+    return Derived(name, sources, compute)
+
+
+def to_tf32(x: torch.Tensor) -> torch.Tensor:
+    """float32, in place, rounded to the nearest number of 11 bits (PTX ISA, cvt.rna.tf32: halves
+    away from zero); infinities and NaN stay."""
+    bits = x.view(torch.int32)
+    nearest = (bits + (1 << 12)) & ~((1 << 13) - 1)
+    bits.copy_(torch.where(x.isfinite(), nearest, bits))
+    return x
 
 
 def _exact(

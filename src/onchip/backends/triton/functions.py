@@ -163,6 +163,14 @@ def digamma(x):  # as ATen: reflected below 0, recurrence up to 10, an asymptoti
 
 
 @triton.jit
+def to_tf32(x):  # the nearest: the matrix unit cuts the other bits off
+    bits = tl.inline_asm_elementwise(
+        "cvt.rna.tf32.f32 $0, $1;", "=r,f", [x], dtype=tl.int32, is_pure=True, pack=1
+    )
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def start_next_launch():  # its programs may start where there is room: they wait by themselves
     tl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; mov.u32 $0, 0;",

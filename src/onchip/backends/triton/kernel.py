@@ -30,7 +30,7 @@ from onchip.backends.triton.placement import (
     range_of,
     sides,
 )
-from onchip.backends.triton.product_tiles import laid_out
+from onchip.backends.triton.product_tiles import laid_out, rounded
 from onchip.backends.triton.source import Options, TritonSource
 from onchip.backends.triton.steps import HALF
 from onchip.backends.triton.stream import emit_walk, grows, walk_loops, walk_widths
@@ -80,6 +80,11 @@ def emit_kernel(
     free = late | (constants & read.keys())
     every = [k for phase in kept for k in phase]
     laid = laid_along(every, strides, free) | laid_out(every, strides, free)
+    early = frozenset[Tensor]()
+    if options.precision == "tf32" and not options.interpret:
+        phases = zip(kept, options.each, strict=False)
+        early = rounded([k for stages, own in phases if own.product for k in stages], free)
+        laid = {t: strides[t] for t in early} | laid
     shared = (st.staged for st in stages if st.placement == "shared")
     strides = strides | laid | handed_on_strides(shared, strides)
     read = dict.fromkeys(sorted(read, key=lambda t: t in late or t in laid))
@@ -91,7 +96,7 @@ def emit_kernel(
 
     def writer(own: Options) -> Writer:
         w = Writer(pointers, strides, own)
-        w.free = free
+        w.free, w.rounded = free, early
         w.coarse = all(t.dtype in HALF for t in produced)
         if any(extent(t.shape, strides[t]) > 2**31 for t in (*read, *produced)):
             w.integer = "tl.int64"
@@ -110,9 +115,7 @@ def emit_kernel(
     partial = [p for w, _ in functions for p in w.partial]
     types += tuple(p.pointer for p in partial)
     workspace += [p.memory for p in partial]
-    return TritonSource(
-        text, launches, tuple(read), produced, types, tuple(workspace), laid_out=laid
-    )
+    return TritonSource(text, launches, tuple(read), produced, types, tuple(workspace), laid, early)
 
 
 def _functions(

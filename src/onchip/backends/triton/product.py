@@ -226,4 +226,19 @@ def _operand(w: Writer, e: Expr, axes: Axes, exists: Tile | None, kind: DType) -
     text = w.whole(tile, axes)
     if exists is not None and not (loaded and isinstance(e, Load) and outside(w, e) == 0):
         text = f"tl.where({w.onto(exists, axes)}, {text}, 0.0)"
-    return text if raw or kind is DType.F32 else f"{text}.to({spelling.TYPES[kind]})"
+    if kind is DType.F32:
+        return rounded(w, e, text)
+    return text if raw else f"{text}.to({spelling.TYPES[kind]})"
+
+
+def rounded(w: Writer, e: Expr | None, text: str) -> str:
+    """A float32 operand of the matrix unit, which would cut bits off: the nearest TF32, where that
+    is the precision and the operand (e: its expression) may have more bits."""
+    o = w.options
+    if o.precision != "tf32" or o.interpret:
+        return text
+    if isinstance(e, Load) and (
+        e.src in w.rounded or (e.src.dtype in HALF and e.src not in w.kept)
+    ):
+        return text
+    return f"to_tf32({text})"

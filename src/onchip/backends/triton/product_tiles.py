@@ -7,6 +7,7 @@ few are built and timed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil, prod
@@ -27,7 +28,7 @@ from onchip.fusion.nest import Nest, build_nest
 from onchip.fusion.refusal import Refusal
 from onchip.fusion.staging import Staged
 from onchip.ir.dtype import DType
-from onchip.ir.expr import Tensor, reduces
+from onchip.ir.expr import Load, Tensor, loads, reduces
 
 Strides = tuple[int, ...]
 
@@ -182,6 +183,17 @@ def laid_out(
         for t, wanted in steps.laid_out(c, strides, free).items():
             out.setdefault(t, wanted)
     return out
+
+
+def rounded(kept: list[Kept], free: frozenset[Tensor]) -> frozenset[Tensor]:
+    """The float32 constants that are an operand by themselves, and read by nothing else."""
+    times = Counter(ld.src for k in kept for ld in loads(k.body))
+    sides = (e for _, c in contractions(kept) for e in (c.left, c.right))
+    return frozenset(
+        e.src
+        for e in sides
+        if isinstance(e, Load) and e.src in free and e.src.dtype is DType.F32 and times[e.src] == 1
+    )
 
 
 # ---- the shape of a product --------------------------------------------------------------------

@@ -103,8 +103,8 @@ class TritonSource:
     """Generated text and how to run it: the launches, in order. The kernel's pointers are those of
     `inputs`, `outputs` and `workspace`, in this order; `pointers` are their types ("*fp32").
 
-    laid_out: constants among the inputs that the kernel wants with other strides than they have;
-    inputs that are derived at load (these among them) come after the others
+    laid_out: constants among the inputs that the kernel wants with other strides than they have, or
+    `rounded` to TF32; inputs that are derived at load (these among them) come after the others
     """
 
     text: str
@@ -114,3 +114,4 @@ class TritonSource:
     pointers: tuple[str, ...]
     workspace: tuple[Workspace, ...] = ()
     laid_out: dict[Tensor, Strides] = field(default_factory=dict)
+    rounded: frozenset[Tensor] = frozenset()

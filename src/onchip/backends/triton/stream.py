@@ -23,6 +23,7 @@ from math import inf, isfinite, log2
 from onchip.backends.triton import spelling
 from onchip.backends.triton.indices import outside
 from onchip.backends.triton.placement import SMALLEST_DOT, range_of
+from onchip.backends.triton.product import rounded
 from onchip.backends.triton.steps import HALF
 from onchip.backends.triton.writer import Axes, Bound, Range, Scope, Tile, Writer, power_of_two
 from onchip.fusion.nest import Span
@@ -283,7 +284,8 @@ class _Walk:
             w.line(f"# rounded to {kind.label}, the values' type, as flash attention does")
             left, more = f"{weights.text}.to({spelling.TYPES[kind]})", ""
         else:
-            left = self._rounded(weights, s.rounded).text
+            left = rounded(w, None, self._rounded(weights, s.rounded).text)
+            right = rounded(w, e, right)
             more = f', input_precision="{w.options.precision}"'
         w.line(f"{name} = tl.dot({left}, {right}, {name} * {decay}{more})")
 

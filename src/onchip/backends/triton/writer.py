@@ -75,6 +75,7 @@ class Writer:
         self.backwards = False  # programs take their tiles from the last to the first
         self.packed: dict[str, str] = {}  # blocks of half types as stored, and how they are widened
         self.free: frozenset[Tensor] = frozenset()
+        self.rounded: frozenset[Tensor] = frozenset()  # constants that are TF32 numbers already
         self.result = DType.F32
         self.tiles = 1
         self.partial: list[Partial] = []

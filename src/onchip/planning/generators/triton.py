@@ -177,7 +177,7 @@ class TritonGenerator:
         strides = {t: context.strides[t] for t in (*source.inputs, *source.outputs)}
         strides |= source.laid_out
         derived = tuple(
-            derived_tensor(t, context.available, strides[t], self.device)
+            derived_tensor(t, context.available, strides[t], self.device, t in source.rounded)
             for t in source.inputs[len(real) :]
         )
         stages = [s for phase in variant.nest.phases for s in phase.stages]
