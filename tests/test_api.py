@@ -13,8 +13,9 @@ import torch
 
 import onchip
 from onchip import api, cli
+from onchip.analysis.record import Interval
 from onchip.errors import CaptureError, InputError, OnchipError, UnknownModel, VerificationError
-from onchip.planning import assess, peers, timing
+from onchip.planning import assess, peers
 from onchip.planning.records import record_path, store_record
 from onchip.runtime.verify import Comparison, Verification
 from onchip.settings import Settings
@@ -238,6 +239,7 @@ def test_the_fastest_form_ships(fused, library, form, monkeypatch):
         found = assess.race(clock.takes(3), clock.takes(fused), lambda: clock.takes(library))
     assert found.form == form
     assert ("slower" in found.text) == (form != "fused")
+    assert ("3.00× (3.00–3.00)" in found.text) == (form != "fused")
     assert found.times_us["eager"] == pytest.approx(3000)
     assert found.times_us["fused"] == pytest.approx(fused * 1000)
 
@@ -270,12 +272,39 @@ def test_a_slower_program_is_not_shipped(small, monkeypatch):
     assert all(not d.fused for d in report.decisions)
 
 
-def test_slower_means_more_than_chance():
-    fast, slow = [1.0] * 7, [1.5] * 7
-    assert timing.measurably_slower(slow, fast)
-    assert not timing.measurably_slower(fast, slow)
-    assert not timing.measurably_slower([1.01] * 9, [1.0] * 9)  # within 2 %
-    assert not timing.measurably_slower([2.0, 1.5, 1.0, 0.9], [1.0] * 4)  # too few rounds
+def test_a_form_is_timed_until_its_interval_is_clear_of_1(monkeypatch):
+    """In six rounds where it is; a slow program that is clearly faster needs two."""
+    clock = Clock()
+    calls = []
+
+    def counted(ms):
+        return lambda: (calls.append(ms), clock.takes(ms)())
+
+    with monkeypatch.context() as m:
+        m.setattr(time, "perf_counter", clock)
+        found = assess.race(counted(3), counted(1), lambda: counted(9))
+        assert len(calls) == 2 * (1 + 6)  # one to warm up
+        assert found.ratios["fused"] == Interval(
+            pytest.approx(1 / 3), *[pytest.approx(1 / 3)] * 2, 6
+        )
+        calls.clear()
+        slow = assess.race(counted(900), counted(300), lambda: counted(9))
+    assert len(calls) == 2 * (1 + 2)
+    assert (slow.form, slow.ratios) == ("fused", {})
+
+
+def test_a_tie_ships_the_fused_program(monkeypatch):
+    """Rounds that go both ways: it is not slower beyond noise."""
+    times = iter([3.0, 3.1, 2.9, 3.0] * 40)
+    clock = Clock()
+    with monkeypatch.context() as m:
+        m.setattr(time, "perf_counter", clock)
+        fused = assess.race(
+            clock.takes(3), lambda: clock.takes(next(times))(), lambda: clock.takes(3), 0.0
+        )
+    assert fused.form == "fused"
+    assert fused.ratios["fused"].low < 1 < fused.ratios["fused"].high
+    assert not fused.text
 
 
 # ---- verification, peers -----------------------------------------------------------------------

@@ -21,7 +21,8 @@ TORCH_ALLOWED = (
 )  # fmt: skip
 # they run the whole compiler, so they stand above it like the api
 DRIVERS = {
-    f"report/{name}.py" for name in ("bench", "bench_gpu", "bench_engine", "bench_kernelbench")
+    f"report/{name}.py"
+    for name in ("bench", "bench_gpu", "bench_engine", "bench_kernelbench", "bench_verify")
 }
 MOST_LINES = 400
 

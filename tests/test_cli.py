@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from onchip import cli
 from onchip.errors import OnchipError
-from onchip.report import KernelRow, Report, Totals
+from onchip.report import KernelRow, Report, Totals, bench
 from onchip.settings import Settings
 
 runner = CliRunner()
@@ -137,7 +137,6 @@ def test_why_and_kernels(api, tmp_path):
 
 
 def test_bench_checks_its_result(monkeypatch):
-    fake = types.ModuleType("onchip.report.bench")
     result = {"suite": "s", "device": "d", "versions": {}, "date": "2026-01-01", "rows": []}
     asked = []
 
@@ -145,15 +144,42 @@ def test_bench_checks_its_result(monkeypatch):
         asked.append((suite, peers, without))
         return {**result, "suite": suite}
 
-    fake.run = run
-    monkeypatch.setitem(sys.modules, "onchip.report.bench", fake)
+    monkeypatch.setattr(bench, "run", run)
     assert json.loads(runner.invoke(cli.app, ["bench", "memory"]).stdout)["suite"] == "memory"
     options = ["--peers", "--without", "inductor", "--without", "cudnn"]
     assert runner.invoke(cli.app, ["bench", "engine", *options]).exit_code == 0
     assert asked == [("memory", False, ()), ("engine", True, ("inductor", "cudnn"))]
-    fake.run = lambda suite, peers, without: {"suite": suite}
+    monkeypatch.setattr(bench, "run", lambda suite, peers, without: {"suite": suite})
     broken = runner.invoke(cli.app, ["bench", "memory"])
     assert isinstance(broken.exception, OnchipError)
+
+
+@pytest.mark.parametrize(("losers", "code"), [(0, 0), (2, 1)])
+def test_bench_verify_ends_with_1_if_a_kernel_lost(losers, code, monkeypatch):
+    def verify(suite, show):
+        show(f"the table of {suite}")
+        return losers
+
+    monkeypatch.setattr(bench, "verify", verify)
+    done = runner.invoke(cli.app, ["bench", "smoke", "--verify"])
+    assert (done.exit_code, done.stdout) == (code, "the table of smoke\n")
+    odd = runner.invoke(cli.app, ["bench", "smoke", "--verify", "--peers"])
+    assert isinstance(odd.exception, OnchipError)
+
+
+@pytest.mark.parametrize(
+    ("suite", "without", "message"),
+    [
+        ("gpu-resnet50", "inductor_freezin", "did you mean inductor_freezing"),
+        ("engine", "cudn", "did you mean cudnn"),
+        ("gpu", "eager", "has only the peers inductor"),
+        ("smoke", "inductor", "runs on the CPU"),
+    ],
+)
+def test_a_peer_that_a_suite_has_not_is_an_error(suite, without, message):
+    done = runner.invoke(cli.app, ["bench", suite, "--without", without])
+    assert isinstance(done.exception, OnchipError)
+    assert message in str(done.exception)
 
 
 def test_main_flattens_a_message(api, monkeypatch, capsys):

@@ -91,7 +91,12 @@ def chosen(suite: str, pattern: str, **problems: Any) -> list[bench.Case]:
 
 
 def wanted(options: argparse.Namespace) -> list[bench.Case]:
-    return chosen(options.suite, options.pattern, **options.problems)
+    found = chosen(options.suite, options.pattern, **options.problems)
+    try:
+        bench.check_without(options.suite, found, options.without)
+    except OnchipError as error:
+        sys.exit(f"onchip: {error}")
+    return found
 
 
 def parent(options: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -187,8 +192,7 @@ def written(options: argparse.Namespace, state: Path) -> dict[str, Any] | None:
 
 def columns(cases: Sequence[bench.Case]) -> list[str]:
     """The peers that a suite's cases have."""
-    engine = ("bare", "cudnn", "channels_last", "inductor") if cases[0].protocol == "once" else ()
-    return [p for p in PEERS if p in ("eager", *engine, *cases[0].peers)]
+    return [p for p in PEERS if p == "eager" or p in bench.peers_of(cases[0])]
 
 
 def line(r: dict[str, Any], peers: Sequence[str]) -> str:

@@ -284,7 +284,9 @@ def _settle(
             clock=assess.caller_clock(device),
         )
     if found.form == FUSED and form == LIBRARY:
-        return Outcome(LIBRARY, {LIBRARY: found.times_us[FUSED], EAGER: found.times_us[EAGER]})
+        names = {FUSED: LIBRARY}
+        times = {names.get(k, k): us for k, us in found.times_us.items()}
+        return Outcome(LIBRARY, times, ratios={names[k]: r for k, r in found.ratios.items()})
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -42,6 +41,9 @@ JsonOption = Annotated[str | None, typer.Option("--json", help="write JSON there
 LockOption = Annotated[
     str | None,
     typer.Option(help="a file of choices: written if it is not there, else nothing is measured"),
+]
+VerifyOption = Annotated[
+    bool, typer.Option("--verify", help="only measure each shipped kernel again, against unfused")
 ]
 PeersOption = Annotated[bool, typer.Option("--peers", help="measure other compilers as well")]
 
@@ -172,20 +174,20 @@ def bench(
         list[str] | None,
         typer.Option("--without", metavar="PEER", help="leave a peer out (on a GPU): inductor ..."),
     ] = None,
+    verify: VerifyOption = False,
     json_path: JsonOption = None,
 ) -> None:
-    """Run a suite of benchmarks."""
+    """Run a suite of benchmarks. With --verify, exit code 1 if a kernel is slower than unfused."""
+    from onchip.report import bench as benches
     from onchip.report import schema
 
-    try:
-        run = importlib.import_module("onchip.report.bench").run
-    except ModuleNotFoundError as error:
-        if error.name != "onchip.report.bench":
-            raise
-        raise OnchipError("this installation has no benchmarks (onchip.report.bench)") from error
     chosen = dict(path=path, ids=ids, every=every, skip=skip)
     chosen = {} if chosen == dict(path="", ids="", every=1, skip=0) else chosen
-    result: dict[str, Any] = run(suite, peers, tuple(without or ()), **chosen)
+    if verify:
+        if peers or without or json_path is not None:
+            raise OnchipError("--verify prints a table: leave --peers, --without and --json out")
+        raise typer.Exit(1 if benches.verify(suite, typer.echo, **chosen) else 0)
+    result: dict[str, Any] = benches.run(suite, peers, tuple(without or ()), **chosen)
     schema.check(result, schema.BENCH, "bench result")
     text = json.dumps(result, indent=2, allow_nan=False)
     if json_path is None or json_path == "-":

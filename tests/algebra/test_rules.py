@@ -9,10 +9,12 @@ import torch.nn.functional as F
 from tests.modules import Fn, interpret, same, targets
 from torch import nn
 
-from onchip.algebra import RULES, in_force, simplify
+from onchip.algebra import RULES, in_force, rewriting, simplify
 from onchip.capture import capture
 from onchip.errors import OnchipError
 from onchip.settings import Settings
+
+LAUNCHES = rewriting._launches  # which conftest.py leaves out
 
 
 def parameter(*shape):
@@ -186,6 +188,17 @@ def test_means_that_stay(f):
     model = Fn(f, c=CONV(4, 4, 3), one=parameter(16, 4, 1, 1), b=parameter(16))
     captured = simplify(capture(model, (torch.randn(4, 4, 9, 9),)))
     assert "mean_into_layer" not in kinds(captured)
+
+
+@pytest.mark.parametrize(("size", "moved"), [(4, False), (56, True)])
+def test_kernels_that_are_added_must_save_their_starts(size, moved, monkeypatch):
+    """Two products and a linear layer for a convolution and a mean. Of 2 x 32 x 56 x 56 that moves
+    a third of the bytes; of 4 x 4 pixels nothing is saved that is worth a start."""
+    monkeypatch.setattr(rewriting, "_launches", LAUNCHES)
+    monkeypatch.setattr(rewriting, "START_S", 1e-7)
+    model = Fn(lambda s, x: s.c(x).mean((2, 3)), c=CONV(32, 32, 3, padding=1))
+    captured = simplify(capture(model, (torch.randn(2, 32, size, size),)))
+    assert ("mean_into_layer" in kinds(captured)) == moved
 
 
 def test_half_types_keep_the_products_before_the_mean():

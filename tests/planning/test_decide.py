@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from onchip.analysis.record import Contest, Interval
 from onchip.analysis.roofline import Ceilings, Costs
 from onchip.capture import capture
 from onchip.fusion.partition import Partitioner
@@ -17,10 +18,11 @@ from onchip.planning import decide, planner
 from onchip.planning.assess import Compiled, Outcome
 from onchip.planning.cut import Cut, cheapest_cut, may_gain, promising_cuts
 from onchip.planning.decide import launches
+from onchip.planning.intervals import Comparison, words
 from onchip.planning.library import onednn_steps, run_of
 from onchip.planning.plan import CallStep, KernelStep, LibraryStep
 from onchip.planning.pool import Pool, RankedCut
-from onchip.planning.tuner import Verdict, check_steps, load_verdict, tune
+from onchip.planning.tuner import Verdict, check_steps, load_verdict, store_verdict, tune
 from onchip.planning.values import run_eagerly
 from onchip.report.build import Facts, build_report
 from onchip.runtime.program import Program
@@ -123,17 +125,41 @@ def parts_of(model, x):
     return region, onednn_steps(region, constants), constants, values
 
 
+class InTurn:
+    """A clock that tells each function's times, by the order in which they are made ready."""
+
+    def __init__(self, *seconds):
+        self.seconds = iter(seconds)
+
+    def ready(self, function):
+        function()
+        mine = itertools.cycle(next(self.seconds))
+        return lambda: next(mine)
+
+
 @needs_onednn
-def test_the_fastest_correct_form_is_chosen():
+@pytest.mark.parametrize(
+    ("library", "fused", "kind", "text"),
+    [
+        ([2.0], [1.0], "onednn", "0.50× (0.50–0.50)"),
+        ([1.0], [1.5], "library", "1.50× (1.50–1.50)"),
+        ([1.0], [1.1, 0.9], "library", "no difference beyond noise (0.90–1.10×)"),
+        ([1.0], [0.9, 1.01, 0.5, 1.01], "library", "no difference beyond noise (0.90–1.01×)"),
+    ],
+)
+def test_a_fused_form_must_take_less_than_the_library_beyond_noise(library, fused, kind, text):
     region, form, constants, values = parts_of(ConvSilu(), image(2, 8, 7, 5))
-    found = tune(region, {}, {}, form, constants, values, 0.01)
-    times = {k: v for k, v in found.costs.items() if k in ("library_us", "onednn_us")}
-    assert len(times) == 2
-    assert f"{found.kind}_us" == min(times, key=lambda k: times[k])
-    assert found.best_us == min(times.values())
-    assert found.calls_us is not None
+    clock = InTurn(library, fused, [0.5])
+    found = tune(region, {}, {}, form, constants, values, 60.0, clock)
+    assert found.kind == kind
+    assert words(found.library_ratio) == text
+    assert found.library_us == pytest.approx(min(library) * 1e6)
+    assert found.onednn_us == pytest.approx(min(fused) * 1e6)
+    assert found.calls_us == pytest.approx(0.5e6)
     assert found.kernel_us is None
     assert not found.refused
+    store_verdict("k", found)
+    assert load_verdict("k") == found
 
 
 @needs_onednn
@@ -204,7 +230,8 @@ class Told:
     def __init__(self, monkeypatch, whole, parts):
         self.tuned, self.whole, self.parts = [], whole, parts
         monkeypatch.setattr(decide, "tune", self.tune)
-        monkeypatch.setattr(decide, "fastest", self.fastest)
+        monkeypatch.setattr(decide, "clock_for", lambda _: Untimed())
+        monkeypatch.setattr(decide, "compare", self.compare)
 
     def tune(self, region, candidates, *_):
         self.tuned.append("+".join(n.op for n in region.nodes))
@@ -213,10 +240,21 @@ class Told:
         index = next(iter(candidates))
         return Verdict("kernel", index, 30.0, 40.0, times_us={candidates[index].choice: 30.0})
 
-    def fastest(self, functions, *_, **__):
-        for f in functions:
-            f()  # both forms run
-        return [self.whole, self.parts]
+    def compare(self, whole, parts, _):
+        whole(), parts()  # both forms run
+        return met(self.whole, self.parts)
+
+
+class Untimed:
+    """A clock under which a function is what times it."""
+
+    def ready(self, function):
+        return function
+
+
+def met(whole, parts):
+    """Six rounds that all took the same."""
+    return Comparison((whole,) * 6, (parts,) * 6)
 
 
 @pytest.fixture
@@ -235,31 +273,43 @@ def test_a_group_that_loses_is_cut_where_that_is_faster(monkeypatch, blocks):
     assert [d.edge for d in cuts] == [("relu", "max_pool2d"), ("relu_1", "max_pool2d_1")]
     for d in cuts:
         assert not d.fused
-        assert "one kernel takes 90 µs, the parts 60 µs" in d.text
+        assert (
+            "one kernel takes 90 µs, library calls take 80 µs, the parts take 60 µs: whole over "
+            "parts 1.33× (1.33–1.33)"
+        ) in d.text
+        assert d.costs["split_ratio_low"] == pytest.approx(4 / 3)
         assert (d.costs["kernel_us"], d.costs["split_us"]) == (90.0, pytest.approx(60.0))
         assert (d.costs["library_us"], d.family) == (pytest.approx(80.0), "unprofitable")
         assert 0 < d.costs["predicted_us"] < d.costs["predicted_split_us"]
     assert sum(d.fused for d in planned.decisions) == 2
-    assert report_of(captured, planned).fused.launches == 4
+    report = report_of(captured, planned)
+    assert report.fused.launches == 4
+    # the kernel had lost already, so one kernel against two was not measured
+    assert [c.against for c in report.contests] == ["operators"] * 6
+    lost = [c for c in report.contests if not c.won]
+    assert [c.ops for c in lost] == [("a", "relu", "max_pool2d"), ("b", "relu_1", "max_pool2d_1")]
+    assert (lost[0].fused_us, lost[0].unfused_us) == (90.0, pytest.approx(80.0))
+    assert "a + relu + max_pool2d: 90 µs fused, 80 µs as library calls" in report.text(200)
 
     def never(*_, **__):
         raise AssertionError("a stored verdict is not measured again")
 
     monkeypatch.setattr(decide, "tune", never)
-    monkeypatch.setattr(decide, "fastest", never)
+    monkeypatch.setattr(decide, "compare", never)
     _, again, _ = program_of(*blocks)
     assert kinds(again) == kinds(planned)
     assert again.decisions == planned.decisions
 
 
 def test_a_cut_that_is_not_faster_is_not_made_and_stays_known(monkeypatch, blocks):
-    Told(monkeypatch, 80e-6, 79e-6)  # within the noise
+    Told(monkeypatch, 80e-6, 80e-6)
     _, planned, _ = program_of(*blocks)
     whole = kinds(planned)
     assert whole == [("LibraryStep", op) for op in ("conv2d", "relu", "max_pool2d")] * 2
     verdict = load_verdict(planned.steps_of[0][1].key)
     assert verdict is not None
-    assert (verdict.kind, verdict.split_us) == ("library", pytest.approx(79.0))
+    assert (verdict.kind, verdict.split_us) == ("library", pytest.approx(80.0))
+    assert verdict.split_ratio == Interval(1.0, 1.0, 1.0, 6)
     assert {d.rule for d in planned.decisions} == {"LIBRARY_BETTER"} | {
         d.rule for d in planned.decisions if d.edge == ("max_pool2d", "b")
     }
@@ -274,13 +324,33 @@ def test_a_part_may_be_cut_again(monkeypatch):
         return Verdict("kernel", next(iter(candidates)), 30.0, 40.0)
 
     monkeypatch.setattr(decide, "tune", tuned)
-    monkeypatch.setattr(decide, "fastest", lambda *_, **__: [80e-6, 60e-6])
+    monkeypatch.setattr(decide, "compare", lambda *_: met(80e-6, 60e-6))
     model = nn.Sequential(nn.Softmax(-1), nn.Softmax(-2), nn.Softmax(-1)).eval()
     _, planned, _ = program_of(model, torch.randn(5, 7))
     assert kinds(planned) == [("KernelStep", "softmax")] * len(planned.plan.steps)
     assert len(planned.plan.steps) == 3
     for d in planned.decisions:
         assert not d.fused
+
+
+@pytest.mark.parametrize(("parts", "won"), [(60e-6, False), (80e-6, True), (90e-6, True)])
+def test_one_kernel_against_two_stands_in_the_report(monkeypatch, one_cut, parts, won):
+    """Whichever of the two wins; a tie leaves one."""
+    one_cut(4, [parts, parts], "kernel")
+    monkeypatch.setattr(decide, "may_gain", lambda v, *_: v.best_us)
+    captured, planned, _ = program_of(Four(), torch.randn(5, 7))
+    (found,) = [c for c in planned.contests if c.against == "two kernels"]
+    ops = ("relu", "sigmoid", "tanh", "elu")
+    ratio = Interval(*[pytest.approx(80e-6 / parts)] * 3, 6)
+    first = ops[: len(found.first)]
+    assert found == Contest(ops, "two kernels", pytest.approx(80.0), parts * 1e6, ratio, won, first)
+    assert len(planned.plan.steps) == (1 if won else 2)
+    text = report_of(captured, planned).text(300)
+    winner = "one kernel" if won else "two kernels"
+    assert f"relu + sigmoid + tanh + elu: {winner}: 80 µs as one, {parts * 1e6:.0f} µs" in text
+    assert ("fusion was tried and lost" in text) != won
+    assert all("whole over parts" in d.text for d in planned.decisions if not d.fused)
+    assert all("against two kernels" in d.text for d in planned.decisions if d.fused and won)
 
 
 def test_what_a_cut_may_gain():
@@ -441,15 +511,15 @@ def one_cut(monkeypatch):
     """Wholes of `size` operators are the library's, parts kernels; one_cut(size, times) gives the
     parts' times in the order in which cuts are tried, and the list of what was stored."""
 
-    def told(size, times):
+    def told(size, times, kind="library"):
         def tuned(region, c, *_):
             if len(region.nodes) == size:
-                return Verdict("library", 0, 90.0, 80.0)
+                return Verdict(kind, next(iter(c)), 90.0, 80.0)
             return Verdict("kernel", next(iter(c)), 30.0, 40.0)
 
         left, stored, keep = iter(times), [], decide.store_verdict
         monkeypatch.setattr(decide, "tune", tuned)
-        monkeypatch.setattr(decide, "fastest", lambda *_, **__: [80e-6, next(left)])
+        monkeypatch.setattr(decide, "compare", lambda *_: met(80e-6, next(left)))
         monkeypatch.setattr(decide, "store_verdict", lambda k, v: stored.append(v) or keep(k, v))
         return stored
 
@@ -458,21 +528,21 @@ def one_cut(monkeypatch):
 
 
 def test_a_second_cut_is_tried_where_the_first_lost(one_cut):
-    stored = one_cut(4, [79e-6, 50e-6])
+    stored = one_cut(4, [80e-6, 50e-6])
     _, planned, _ = program_of(Four(), torch.randn(5, 7))
     first, second = [v for v in stored if v.cut]
-    assert (first.kind, first.split_us) == ("library", pytest.approx(79.0))
+    assert (first.kind, first.split_us) == ("library", pytest.approx(80.0))
     assert (second.kind, second.split_us) == ("split", pytest.approx(50.0))
     assert first.cut != second.cut
     assert len(planned.plan.steps) == 2
 
 
 def test_the_first_cut_stays_where_the_second_is_worse(one_cut):
-    stored = one_cut(4, [78e-6, 79e-6])
+    stored = one_cut(4, [80e-6, 81e-6])
     program_of(Four(), torch.randn(5, 7))
     first, second = [v for v in stored if v.cut]
     assert first == second
-    assert (first.kind, first.split_us) == ("library", pytest.approx(78.0))
+    assert (first.kind, first.split_us) == ("library", pytest.approx(80.0))
 
 
 @pytest.mark.parametrize("which", ["engine_cut", "results_cut"])

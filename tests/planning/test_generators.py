@@ -23,7 +23,7 @@ from onchip.fusion.refusal import Refusal, Rule
 from onchip.fusion.region import region_of
 from onchip.fusion.signature import EXACT, signature
 from onchip.planning import decide, planner, timing, units
-from onchip.planning.candidates import Candidate
+from onchip.planning.candidates import Candidate, Context
 from onchip.planning.derive import to_tf32
 from onchip.planning.generators import generator_for
 from onchip.planning.generators.cpp import CppGenerator
@@ -470,3 +470,43 @@ def test_a_group_of_which_no_kernel_runs_is_cut(tmp_path, monkeypatch, when):
         return planned
 
     assert run().decisions == run().decisions
+
+
+# ---- a known verdict's variant, without others ---------------------------------------------------
+
+MODELS = {
+    "winograd and pool": (
+        nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)), (2, 8, 20, 12)
+    ),
+    "softmax": (nn.Softmax(-1), (40, 300)),
+    "linear": (nn.Sequential(nn.Linear(64, 48), nn.GELU()), (70, 64)),
+    "streamed": (nn.Sequential(nn.ReLU(), nn.Sigmoid()), (1 << 20, 3)),
+    "transposed": (nn.ConvTranspose2d(6, 5, 3, stride=2), (2, 6, 9, 7)),
+    "batch statistics": (nn.BatchNorm2d(8).train(), (4, 8, 40, 40)),
+    "two results": (lambda x: (torch.relu(x), torch.tanh(x)), (30, 70)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_cpp_variant_is_made_again_from_its_token(name):
+    """The same text as among all variants; phases have no token, and are looked for."""
+    model, shape = MODELS[name]
+    graph = capture(model, (torch.randn(shape),)).graph
+    constants = frozenset(graph.constants)
+    nodes = [n for n in graph.nodes if not n.opaque]
+    region = region_of(nodes, graph, constants, {n: i for i, n in enumerate(graph.nodes)})
+    strides = planner.choose_layouts(graph, lambda n: False)
+    made = frozenset({*graph.inputs, *constants, *(t for n in graph.nodes for t in n.results)})
+    context, generator = Context(strides, constants, made), CppGenerator(Machine(2, 16))
+    variants = generator.variants(region, context)
+    assert variants
+    for v in variants:
+        c = generator.write(region, v, context)
+        token = json.loads(json.dumps(c.token))
+        again = generator.again(region, token, context)
+        if v.nest.before:
+            assert again is None
+            continue
+        same = generator.write(region, again, context)
+        assert (same.source.text, same.choice, same.token) == (c.source.text, c.choice, c.token)
+        assert [d.name for d in same.derived] == [d.name for d in c.derived]

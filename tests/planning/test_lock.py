@@ -200,7 +200,7 @@ def change_source(held: dict) -> None:
 
 def change_candidate(held: dict) -> None:
     for c in held["choices"].values():
-        c["record"]["index"] = 77
+        c["record"] |= {"index": 77, "token": {}}
 
 
 @pytest.mark.parametrize(

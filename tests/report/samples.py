@@ -1,6 +1,6 @@
 """A full report of an invented model; the figures check arithmetic, not speed."""
 
-from onchip.analysis.record import Blocker, GraphCoverage
+from onchip.analysis.record import Blocker, Contest, GraphCoverage, Interval
 from onchip.report import (
     CompileSummary,
     Decision,
@@ -37,7 +37,10 @@ def full() -> Report:
             12.0,
         ),
         kernels=(
-            KernelRow("k0", ("conv", "relu", "bn"), "cpp", "direct", 3000, 60000, 100.0, 110.0),
+            KernelRow(
+                "k0", ("conv", "relu", "bn"), "cpp", "direct", 3000, 60000, 100.0, 110.0,
+                unfused_us=180.0, ratio=Interval(0.61, 0.6, 0.63, 12),
+            ),
             KernelRow("k1<&>", ("block.head",), "library", "", 1000, None, 10.0, 10.0),
         ),
         decisions=(
@@ -48,6 +51,13 @@ def full() -> Report:
                 "measured: the separate kernels are faster",
                 {"fused_us": 140.0, "separate_us": 120.0},
             ),
+        ),
+        ratio=Interval(0.6, 0.5, 0.625, 24),
+        contests=(
+            Contest(("conv", "relu", "bn", "block.head"), "two kernels", 140.0, 120.0,
+                    Interval(1.17, 1.1, 1.2, 6), False, ("conv", "relu", "bn")),
+            Contest(("conv", "relu", "bn"), "operators", 110.0, 180.0,
+                    Interval(0.61, 0.6, 0.63, 12), True),
         ),
     )  # fmt: skip
 

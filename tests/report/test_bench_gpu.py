@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from onchip.models import resolve
 from onchip.planning.generators import triton
 from onchip.report import bench_gpu, benchmarks, schema
 from onchip.report import bench_replay as replay
-from onchip.report.bench_suites import SUITES, Case
+from onchip.report.bench_suites import SHORT, SUITES, Case
 
 # ---- the protocol ------------------------------------------------------------------------------
 
@@ -134,6 +135,26 @@ def test_a_row_that_misses_its_target_has_the_suites_reason():
     assert reason in benchmarks._suite(result)
     row["target_us"] = 2.5
     assert reason not in benchmarks._suite(result)
+
+
+@pytest.mark.parametrize("suite", ["kernelbench", "memory", "cpu"])
+def test_rows_over_twice_their_floor_have_reasons_in_any_suite(suite, monkeypatch):
+    """Also where the cases are a user's files, and where a case leaves the type open."""
+    name = {"memory": SUITES["memory"][0].name, "cpu": "pipeline:softmax"}.get(suite, "20_Conv")
+    monkeypatch.setitem(SHORT, suite, {name: "the text"})
+    if suite == "cpu":
+        monkeypatch.setitem(SHORT, suite, {})
+        monkeypatch.setitem(SUITES, suite, (Case("pipeline:softmax", short="the text"),))
+    row = dict(name=name, dtype="float32", onchip_us=5.0, floor_us=2.0, target_us=None)
+    found = dict(suite=suite, rows=[row, {**row, "onchip_us": 3.9}])
+    assert benchmarks._reasons(found) == [f"- {name}: 2.5 times its floor: the text"]
+
+
+def test_a_row_says_where_one_kernel_met_two(on_cpu, monkeypatch):
+    monkeypatch.setattr(bench_gpu, "one_or_two", lambda contests: [f"{len(contests)} contests"])
+    case = Case("pipeline:add-mul:1000", dtype=torch.float32, contests=True)
+    rows = bench_gpu.DeviceBench(with_peers=False).rows([case, replace(case, contests=False)])
+    assert ["1 contests" in r["notes"] for r in rows] == [True, False]
 
 
 def test_cases_of_a_suite_are_on_one_device_and_measured_alike():

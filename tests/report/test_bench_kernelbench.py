@@ -121,7 +121,7 @@ def test_a_suite_says_what_it_needs(tmp_path):
 @pytest.fixture
 def problem(clone, on_cpu):
     (case,) = bench.cases("kernelbench", path=str(clone), ids="1")
-    return bench_kernelbench.KernelBench(with_peers=False)._model(case)
+    return bench_kernelbench.KernelBench(with_peers=False).model(case)
 
 
 def checked(program, module, inputs):
@@ -179,7 +179,7 @@ def test_parameters_and_inputs_hide_nothing(problem):
 
 
 def test_rows_of_problems(on_cpu, clone):
-    found = bench._device_bench("kernelbench")(True)
+    found = bench.device_bench("kernelbench")(True)
     rows = found.rows(bench.cases("kernelbench", path=str(clone), ids="1,2,10,13"))
     facts = dict(suite="kernelbench", device="a GPU", versions={}, date="today")
     result = {**facts, **found.conditions(), "rows": rows}

@@ -36,7 +36,11 @@ def test_text_holds_every_part():
     out = full().text(width=140)
     for part in ("pipeline:conv-relu-bn", "eager_channels_last", "physical limit", "k0",
                  "conv + relu + bn", "bn -> block.head: [unprofitable] measured",
-                 "rounding_removed at a -> b", "speedup 1.67×",
+                 "rounding_removed at a -> b", "speedup 1.67× (1.60–2.00 at 95 % confidence)",
+                 "fusion was tried and lost",
+                 "conv + relu + bn + block.head: 140 µs fused, 120 µs as two kernels: 1.17× "
+                 "(1.10–1.20)", "one kernel or two, as measured",
+                 "two kernels: 140 µs as one, 120 µs as two (cut behind bn)",
                  "1.10 times the lower bound (100 µs)"):  # fmt: skip
         assert part in out
     assert "\x1b" not in out
@@ -96,7 +100,9 @@ def test_html_is_well_formed_offline_and_complete(tmp_path):
     assert page.links == []
     assert not re.search(r"https?://|url\((?!#)|@import|<script", text)
     words = " ".join(page.words)
-    for part in ("k1<&>", "block.head", "rounding_removed", "eager_channels_last", "40% less"):
+    for part in ("k1<&>", "block.head", "rounding_removed", "eager_channels_last", "40% less",
+                 "Fusion was tried and lost", "140 µs fused, 120 µs as two kernels", "180 µs",
+                 "0.61× (0.60–0.63)"):  # fmt: skip
         assert part in words
     assert "prefers-color-scheme: dark" in text
     parse_bare = tmp_path / "bare.html"

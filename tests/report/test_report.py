@@ -11,7 +11,7 @@ from .samples import bare, full
 
 CONTRACT = {  # what docs/json.md promises
     "": "model device dtype versions unfused fused baselines bound_us speedup numerics plan "
-    "compile kernels decisions launch notes cuda_graph",
+    "compile kernels decisions launch notes cuda_graph ratio contests",
     "unfused": "launches accesses dram_bytes flops intensity latency_us",
     "fused": "launches accesses dram_bytes flops intensity latency_us",
     "numerics": "error eager_error ledger",
@@ -19,7 +19,9 @@ CONTRACT = {  # what docs/json.md promises
     "compile": "seconds kernels_built kernels_reused kernels_left_out seconds_per_us_saved "
     "pays_off_after",
     "kernels": "name ops backend choice dram_bytes flops predicted_us measured_us registers "
-    "spills shared_bytes occupancy code_bytes compile_s",
+    "spills shared_bytes occupancy code_bytes compile_s unfused_us ratio",
+    "ratio": "median low high rounds",
+    "contests": "ops against fused_us unfused_us ratio won first",
     "cuda_graph": "graphed text blockers launched_us replayed_us copied_us branches row_us "
     "branched_us early_us",
     "decisions": "edge fused rule family text costs",

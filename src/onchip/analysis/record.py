@@ -59,12 +59,44 @@ def _plus(a: Any, b: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
+class Interval:
+    """How many times as long one form took as another, in rounds in which they took turns: the
+    median of the rounds' ratios, and the ends of its 95 % confidence interval."""
+
+    median: float
+    low: float
+    high: float
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """A more fused form of some operators, measured against a less fused one.
+
+    ops         names of the operators; first: those of the first of two kernels, else ()
+    against     "operators" (each its library call), "two kernels" or "eager" (of a whole program)
+    fused_us, unfused_us   what each takes in microseconds
+    ratio       fused over unfused; None: too few rounds for an interval
+    won         the more fused form ships
+    """
+
+    ops: tuple[str, ...]
+    against: str
+    fused_us: float
+    unfused_us: float
+    ratio: Interval | None
+    won: bool
+    first: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class KernelRow:
     """One kernel of the fused program.
 
     ops      names of the operators that it computes, in execution order
     backend  "cpp", "triton", "cuda", "cudnn", "library"; choice: the variant chosen, readable
     occupancy  resident share of the multiprocessor's warps, 0..1
+    unfused_us  its operators as library calls; ratio: its time over that
     """
 
     name: str
@@ -81,6 +113,8 @@ class KernelRow:
     occupancy: float | None = None
     code_bytes: int | None = None
     compile_s: float | None = None
+    unfused_us: float | None = None
+    ratio: Interval | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,10 @@ class Rule(Enum):
     NOT_WHOLE = (Family.UNSUPPORTED, "no kernel runs the group as a whole, so it is cut")
     SLOWER = (Family.UNPROFITABLE, "measured: the separate kernels are faster")
     LIBRARY_BETTER = (Family.UNPROFITABLE, "measured: a library call takes less time")
+    NO_GAIN = (
+        Family.UNPROFITABLE,
+        "measured: fused it takes no less time than the library's calls",
+    )
     NOT_CHOSEN = (
         Family.UNPROFITABLE,
         "the search kept them apart: as one kernel they are not predicted to save noticeably",

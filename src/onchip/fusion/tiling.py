@@ -40,6 +40,14 @@ def single_nests(
     return of_first_root(staged, lambda root: _nests_of_root(staged, root, strides, machine))
 
 
+def nest_of(
+    staged: tuple[Staged, ...], root: Tensor, strides: dict[Tensor, Strides], tile: tuple[int, ...]
+) -> Nest | Refusal:
+    """The one among `single_nests` with this root and tile, without any others."""
+    first = next(s for s in staged if s.tensor is root)
+    return build_nest(*_prepared(staged, first, strides), tile)
+
+
 def of_first_root(staged: tuple[Staged, ...], make: Callable[[Staged], T | Refusal]) -> T | Refusal:
     """What `make` gives for the first result that can be a root, or the first one's refusal."""
     first: Refusal | None = None

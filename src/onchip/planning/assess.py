@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from onchip.analysis.record import Interval
 from onchip.backends.library import aten
 from onchip.capture.captured import Captured
 from onchip.capture.containers import flatten, rebuild
@@ -24,19 +25,20 @@ from onchip.capture.export import gpus
 from onchip.capture.observe import clone_storage
 from onchip.capture.schema import is_view
 from onchip.ir.graph import Node
+from onchip.planning.intervals import LEAST_ROUNDS, Comparison, compare, words
 from onchip.planning.plan import LibraryStep, Plan
 from onchip.planning.planner import Planned
 from onchip.planning.recording import Recording, record
 from onchip.planning.records import about_to_measure, load_record, store_record
-from onchip.planning.timing import HOST, Clock, Timed, clock_for, measurably_slower, rounds, samples
+from onchip.planning.timing import HOST, Clock, Timed, clock_for, rounds, samples
 from onchip.planning.values import run_eagerly
 
 Call = Callable[[], object]
 
 FUSED, LIBRARY, EAGER = "fused", "library", "eager"
 RACE_S = 2.0  # seconds that one comparison of two forms may take, beyond its first rounds
-FIRST_ROUNDS, MOST_ROUNDS = 5, 25
-# A form that takes so much less in each of these rounds needs no more of them.
+# Of programs so slow that these rounds take half of that time, one that takes so much less in each
+# of them needs no more.
 CLEAR_ROUNDS, CLEAR_SHARE = 2, 0.8
 
 
@@ -46,12 +48,14 @@ class Outcome:
 
     form      "fused", "library" (every operator its library call), or "eager" (the module itself)
     times_us  median microseconds of the forms that were timed, by name; empty if none was
+    ratios    each one's time over eager's, where enough rounds were measured in turn
     text      why it is not the fused one, or why nothing was timed; "" otherwise
     """
 
     form: str
     times_us: dict[str, float] = field(default_factory=dict)
     text: str = ""
+    ratios: dict[str, Interval] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -137,8 +141,9 @@ def settle(
     known = load_record(key)
     try:
         if known is not None and known["form"] in (FUSED, LIBRARY, EAGER):
-            return Outcome(**known)
-    except (KeyError, TypeError):
+            ratios = {k: Interval(**r) for k, r in known["ratios"].items()}
+            return Outcome(**{**known, "ratios": ratios})
+    except (AttributeError, KeyError, TypeError):
         pass  # damaged: time it again
     about_to_measure("which form of the program ships")
     found = race(eager, fused, library, budget_s, clock)
@@ -154,41 +159,35 @@ def race(
     clock: Clock = HOST,
 ) -> Outcome:
     """Time the forms side by side; a later one is tried only if the one before it is slower."""
-    slower, times = _loses(fused, eager, budget_s, clock)
-    found = {FUSED: times[0], EAGER: times[1]}
-    if not slower:
-        return Outcome(FUSED, found)
-    slower, times = _loses(library(), eager, budget_s, clock)
-    found |= {LIBRARY: times[0]}
-    form = EAGER if slower else LIBRARY
-    ran = "the original module runs" if slower else "every operator runs as its library call"
+    first = _against(fused, eager, budget_s, clock)
+    found: dict[str, float] = dict(zip((FUSED, EAGER), first.median_us, strict=True))
+    ratios: dict[str, Interval | None] = {FUSED: first.ratio}
+    if not first.slower:
+        return Outcome(FUSED, found, ratios=_known(ratios))
+    second = _against(library(), eager, budget_s, clock)
+    found[LIBRARY], ratios[LIBRARY] = second.median_us[0], second.ratio
+    form = EAGER if second.slower else LIBRARY
+    ran = "the original module runs" if second.slower else "every operator runs as its library call"
     text = (
         f"the fused program was measured slower than eager ({found[FUSED]:,.0f} µs against "
-        f"{found[EAGER]:,.0f} µs), so {ran}"
+        f"{found[EAGER]:,.0f} µs, {words(first.ratio)}), so {ran}"
     )
-    return Outcome(form, found, text)
+    return Outcome(form, found, text, _known(ratios))
 
 
-def _loses(
-    mine: Call, other: Call, budget_s: float, clock: Clock
-) -> tuple[bool, tuple[float, float]]:
-    """Whether `mine` is measurably slower, and both medians in microseconds. A few rounds if they
-    show no loss, fewer if they show a clear gain, more if they show a loss."""
-    end = time.perf_counter() + budget_s
+def _known(ratios: Mapping[str, Interval | None]) -> dict[str, Interval]:
+    return {k: r for k, r in ratios.items() if r is not None}
+
+
+def _against(mine: Call, other: Call, budget_s: float, clock: Clock) -> Comparison:
+    """Both side by side. `mine` stands unless it is slower beyond noise."""
     ready = [clock.ready(f) for f in (mine, other)]
+    start = time.perf_counter()
     a, b = rounds(ready, CLEAR_ROUNDS)
-    if max(a) > CLEAR_SHARE * min(b):
-        a, b = _more(a, b, ready, FIRST_ROUNDS - CLEAR_ROUNDS)
-    while measurably_slower(a, b) and len(a) < MOST_ROUNDS and time.perf_counter() < end:
-        a, b = _more(a, b, ready, FIRST_ROUNDS)
-    return measurably_slower(a, b), (statistics.median(a) * 1e6, statistics.median(b) * 1e6)
-
-
-def _more(
-    a: list[float], b: list[float], ready: Sequence[Timed], count: int
-) -> tuple[list[float], list[float]]:
-    more_a, more_b = rounds(ready, count)
-    return a + more_a, b + more_b
+    slow = time.perf_counter() - start > budget_s / 2
+    if slow and max(a) <= CLEAR_SHARE * min(b):
+        return Comparison(tuple(a), tuple(b))
+    return compare(ready[0], ready[1], budget_s, (a, b))
 
 
 def program_key(original: Captured, planned: Planned, where: str = "") -> str:
@@ -253,7 +252,8 @@ def undisturbed(
 class Measured:
     """Median microseconds of a call, all forms interleaved: the model as given, the program, and
     `baselines` by name (None: failed; `notes` say why). node_us: operators that the library runs,
-    each alone. call_us: starting one generated kernel; None without a compiler."""
+    each alone. call_us: starting one generated kernel; None without a compiler. ratio: the program
+    over the model as given."""
 
     eager_us: float
     program_us: float
@@ -261,18 +261,23 @@ class Measured:
     notes: tuple[str, ...] = ()
     node_us: Mapping[str, float] = field(default_factory=dict)
     call_us: float | None = None
+    ratio: Interval | None = None
 
 
 def measure_forms(
     forms: Mapping[str, Call], budget_s: float, clock: Clock = HOST
-) -> dict[str, float]:
-    """Median microseconds of each form, interleaved."""
+) -> dict[str, list[float]]:
+    """Seconds of each form in every round, interleaved."""
     if not forms:
         return {}
     found = samples(
-        list(forms.values()), budget_s, least=FIRST_ROUNDS, settle=clock is HOST, clock=clock
+        list(forms.values()), budget_s, least=LEAST_ROUNDS, settle=clock is HOST, clock=clock
     )
-    return {k: statistics.median(t) * 1e6 for k, t in zip(forms, found, strict=True)}
+    return dict(zip(forms, found, strict=True))
+
+
+def medians_us(taken: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {k: statistics.median(t) * 1e6 for k, t in taken.items()}
 
 
 def measure_graphs(
@@ -291,7 +296,7 @@ def measure_graphs(
         except Exception as error:  # whatever a peer does
             failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
     replays = {name: g.replay for name, g in graphs.items()}
-    return measure_forms(replays, budget_s, EventClock(device)), failed
+    return medians_us(measure_forms(replays, budget_s, EventClock(device))), failed
 
 
 def library_times(

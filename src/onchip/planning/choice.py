@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from onchip.fusion.partition import Group
-from onchip.planning.cut import Cut
+from onchip.planning.cut import Cut, cut_in_two
 from onchip.planning.generators import Built
 from onchip.planning.library import Step as LibraryForm
 from onchip.planning.library import aten_steps, run_of
@@ -59,10 +59,4 @@ class Choice:
 def halves(choice: Choice, cut: Cut | Verdict) -> tuple[Group, Group]:
     """The two parts of a region as groups of their own."""
     places = cut.first if isinstance(cut, Cut) else cut.cut
-    nodes = choice.unit.region.nodes
-    first = [nodes[i] for i in places]
-    second = Group([n for n in nodes if n not in first], False)
-    left = [g for g in choice.unit.group.joined if not set(g) <= set(first)]
-    if len(left) > 1 and set(second.nodes) == {n for g in left for n in g}:
-        second.joined = tuple(left)
-    return Group(first, False), second
+    return cut_in_two(choice.unit.group, choice.unit.region, places)

@@ -17,9 +17,8 @@ from onchip.planning.tuner import Verdict
 
 # A group may be cut in two, and its parts once more.
 DEPTH = 2
-# A cut is tried if it could save this share of the group's time, and of the whole program's, and
-# taken if it saves the last: less is within the noise of measuring.
-LEAST_SHARE, LEAST_OF_PROGRAM, LEAST_GAIN = 0.1, 0.02, 0.03
+# A cut is tried if it could save this share of the group's time, and of the whole program's.
+LEAST_SHARE, LEAST_OF_PROGRAM = 0.1, 0.02
 # A kernel that takes so many times its floor may do worse than two that each do one thing well; so
 # may one that takes so many times what the model predicts for it, if parts are predicted faster.
 FAR_FROM_FLOOR = 2.5
@@ -71,6 +70,17 @@ def undone(group: Group, region: Region) -> Cut | None:
     first = frozenset(group.joined[0])
     places = tuple(i for i, n in enumerate(region.nodes) if n in first)
     return Cut(places, crossing_bytes(region, first))
+
+
+def cut_in_two(group: Group, region: Region, first: Sequence[int]) -> tuple[Group, Group]:
+    """The group's operators at the places `first` of its region, and the others, which keep what
+    the search has joined of them."""
+    one = [region.nodes[i] for i in first]
+    two = Group([n for n in region.nodes if n not in set(one)], False)
+    left = [g for g in group.joined if not set(g) <= set(one)]
+    if len(left) > 1 and set(two.nodes) == {n for g in left for n in g}:
+        two.joined = tuple(left)
+    return Group(one, False), two
 
 
 def promising_cuts(

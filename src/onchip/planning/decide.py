@@ -19,12 +19,11 @@ from onchip.fusion.partition import Group, Partitioner
 from onchip.ir.graph import Node
 from onchip.planning import machine
 from onchip.planning.building import BUILD_SHARE, build_within
-from onchip.planning.candidates import Candidate, Context, completed
+from onchip.planning.candidates import Context, completed
 from onchip.planning.choice import Choice, halves
 from onchip.planning.cut import (
     DEPTH,
     FAR_FROM_PREDICTED,
-    LEAST_GAIN,
     LEAST_OF_PROGRAM,
     MOST_TRIED,
     Cut,
@@ -35,6 +34,7 @@ from onchip.planning.cut import (
 )
 from onchip.planning.engine_cut import engine_cut
 from onchip.planning.generators import Built, Failure, Generator
+from onchip.planning.intervals import compare
 from onchip.planning.isolation import Isolation
 from onchip.planning.library import Step as LibraryForm
 from onchip.planning.library import onednn_steps
@@ -42,8 +42,8 @@ from onchip.planning.pool import price_of, ranked_cuts
 from onchip.planning.records import about_to_measure
 from onchip.planning.relayout import relayout_cut
 from onchip.planning.relayout_results import results_cut
-from onchip.planning.timing import Clock, clock_for, fastest
-from onchip.planning.tuner import Verdict, load_verdict, store_verdict, tune
+from onchip.planning.timing import Clock, clock_for
+from onchip.planning.tuner import UNDECIDED, Verdict, load_verdict, store_verdict, tune
 from onchip.planning.units import Unit, by_turns, find_units, most_sources, work
 from onchip.planning.values import Values, run_eagerly
 from onchip.settings import Settings
@@ -282,14 +282,16 @@ class Decider:
         """The verdict after the whole and the parts were timed in turn; `before`: that of another
         cut, which stays if its parts took less."""
         assert c.verdict is not None
-        both = [c.run(self.values), lambda: _all(runs)]
-        whole, split = fastest(both, MEASURE_S, clock=clock_for(self.device))
-        if before is not None and before.split_us is not None and before.split_us <= split * 1e6:
+        clock = clock_for(self.device)
+        both = clock.ready(c.run(self.values)), clock.ready(lambda: _all(runs))
+        found = compare(*both, UNDECIDED * MEASURE_S)
+        whole, split = found.best_us
+        if before is not None and before.split_us is not None and before.split_us <= split:
             return before
-        v = replace(c.verdict, split_us=split * 1e6, cut=cut.first)
-        # measured again, side by side with the parts
-        v = replace(v, **{f"{v.kind}_us": whole * 1e6})
-        return replace(v, kind="split") if split < whole * (1 - LEAST_GAIN) else v
+        kind, times = c.verdict.kind, {"split_us": split}
+        times[f"{kind}_us"] = whole  # measured again, side by side with the parts
+        v = replace(c.verdict, cut=cut.first, split_ratio=found.ratio, whole=kind, **times)
+        return replace(v, kind="split") if found.slower else v
 
     def _most_for(self, cut: Sequence[Choice]) -> int:
         """Kernels worth compiling for the parts beyond one of each kind: none for parts of what a

@@ -13,6 +13,7 @@ from onchip.capture.containers import flatten
 from onchip.planning import assess, peers
 from onchip.planning.assess import Compiled, Measured
 from onchip.planning.calibrate import kernel_call_us
+from onchip.planning.intervals import interval
 from onchip.planning.peers import quiet
 from onchip.planning.plan import LibraryStep, Plan
 
@@ -73,7 +74,8 @@ def measure(
             forms |= found
         notes = [f"{k} does not run this model: {v}" for k, v in failed.items()]
         with quiet():
-            times = assess.measure_forms(forms, MEASURE_S, assess.caller_clock(device))
+            taken = assess.measure_forms(forms, MEASURE_S, assess.caller_clock(device))
+            times = assess.medians_us(taken)
             if device.type == "cuda":
                 graphed, odd = assess.measure_graphs(forms, MEASURE_S, device)
                 times |= {k + GRAPH: t for k, t in graphed.items()}
@@ -88,4 +90,7 @@ def measure(
     }
     baselines |= dict.fromkeys(failed)
     call_us = kernel_call_us() if device.type == "cpu" else None
-    return Measured(times["eager"], times["onchip"], baselines, tuple(notes), node_us, call_us)
+    ratio = interval(taken["onchip"], taken["eager"])
+    return Measured(
+        times["eager"], times["onchip"], baselines, tuple(notes), node_us, call_us, ratio
+    )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from onchip.analysis.cost import Pricer
-from onchip.analysis.record import Decision
+from onchip.analysis.record import Contest, Decision
 from onchip.analysis.roofline import Ceilings
 from onchip.analysis.traffic import Ledger
 from onchip.capture.captured import Captured
@@ -21,8 +21,10 @@ from onchip.fusion.partition import Partition, Partitioner
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.ir.expr import Tensor
 from onchip.ir.graph import Graph, Node
+from onchip.planning.contests import contests, lost
 from onchip.planning.decide import Choice, Decider, Progress
 from onchip.planning.generators import Built, generator_for
+from onchip.planning.intervals import words
 from onchip.planning.plan import CallStep, Plan, Step
 from onchip.planning.pool import Bound, Pool, Price, bound_of, join, pool_of, price_of
 from onchip.planning.tuner import Verdict
@@ -38,8 +40,8 @@ WINOGRAD_SAVES = 2.25
 class Planned:
     """A plan and its books. generator: its name; timed: whether its kernels' times say
     anything; problem: why it could build nothing ("" if it could); notes: what a user should know
-    of how it was made; pool: what the search chose from; short_forms: convolutions may be computed
-    with fewer products."""
+    of how it was made; contests: what was measured against what; pool: what the search chose from;
+    short_forms: convolutions may be computed with fewer products."""
 
     plan: Plan
     steps_of: tuple[tuple[Step, Unit, Verdict | None, Built | None], ...]
@@ -52,6 +54,7 @@ class Planned:
     timed: bool = True
     problem: str = ""
     notes: tuple[str, ...] = ()
+    contests: tuple[Contest, ...] = ()
     partitioner: Partitioner | None = None
     pool: Pool | None = None
     short_forms: bool = False
@@ -106,6 +109,7 @@ def plan(
         generator.timed,
         generator.problem,
         tuple(decider.isolation.notes) if decider.isolation is not None else (),
+        contests(choices),
         partitioner,
         pool,
         generator.name == "cpp" and settings.winograd and settings.numerics == "fast",
@@ -163,17 +167,30 @@ def _inside(c: Choice, p: Node, n: Node) -> Decision:
     if v is None:
         return _refused(c.unit.refusal or Refusal(Rule.OPAQUE, p.name))
     if v.kind == "kernel":
-        return Decision(NO_EDGE, True, "", "fused", "one kernel", v.costs)
+        return Decision(NO_EDGE, True, "", "fused", f"one kernel{_measured(v)}", v.costs)
     if any(isinstance(s, CallStep) and p in s.nodes and n in s.nodes for s in c.steps):
-        return Decision(NO_EDGE, True, "", "fused", "one library call (oneDNN)", v.costs)
+        text = f"one library call (oneDNN){_measured(v)}"
+        return Decision(NO_EDGE, True, "", "fused", text, v.costs)
     if v.kernel_us is None and not v.refused and c.unit.refusal is not None:
         return _refused(c.unit.refusal)
     if v.left_out and v.library_us is None and not v.refused:
         variants = f"{v.left_out} variants" if v.left_out > 1 else "1 variant"
         return _refused(Refusal(Rule.NO_TIME, c.unit.region.name, f"{variants} left out"))
     rule = Rule.LIBRARY_BETTER if v.kernel_us is not None else Rule.WRONG
-    why = "; ".join(r[1] for r in v.refused)
+    if v.kind == "library" and v.library_ratio is not None and v.library_ratio.low <= 1:
+        rule = Rule.NO_GAIN
+    why = "; ".join(filter(None, (lost(v), *(r[1] for r in v.refused))))
     return _refused(Refusal(rule, c.unit.region.name, why, dict(v.costs)))
+
+
+def _measured(v: Verdict) -> str:
+    """How a fused form compares with the library's calls, and with two kernels."""
+    parts = [
+        f"{words(r)} against {what}"
+        for r, what in ((v.library_ratio, "the library's calls"), (v.split_ratio, "two kernels"))
+        if r is not None
+    ]
+    return f": {', '.join(parts)}" if parts else ""
 
 
 def _cut(a: Choice, b: Choice, price: Price | None) -> Decision:
@@ -183,8 +200,8 @@ def _cut(a: Choice, b: Choice, price: Price | None) -> Decision:
     assert v is not None
     if v.split_us is None:
         return _refused(Refusal(Rule.NOT_WHOLE, whole.unit.region.name, v.refused[0][1]))
-    fused = "one kernel takes" if v.kernel_us is not None else "no kernel runs it whole; it takes"
-    text = f"{fused} {_whole_us(v):,.0f} µs, the parts {v.split_us:,.0f} µs"
+    text = f"{_whole(v)}, the parts take {v.split_us:,.0f} µs"
+    text += f": whole over parts {words(v.split_ratio)}" if v.split_ratio else ""
     nodes = whole.unit.region.nodes
     first = [nodes[i] for i in v.cut]
     costs = v.costs | _predicted(price, first, [n for n in nodes if n not in first])
@@ -203,9 +220,15 @@ def _predicted(
     }
 
 
-def _whole_us(v: Verdict) -> float:
-    times = (v.kernel_us, v.onednn_us, v.library_us)
-    return next(t for t in times if t is not None)
+def _whole(v: Verdict) -> str:
+    """What a group took before it was cut: as one kernel, and as what took less."""
+    text = "no kernel runs it whole"
+    if v.kernel_us is not None:
+        text = f"one kernel takes {v.kernel_us:,.0f} µs"
+    if v.whole == "kernel":
+        return text
+    calls = {"onednn": "oneDNN's calls", "library": "library calls"}[v.whole]
+    return f"{text}, {calls} take {v.best_of_whole_us:,.0f} µs"
 
 
 def _apart(

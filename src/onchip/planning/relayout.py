@@ -61,12 +61,23 @@ def _readers(graph: Graph) -> list[tuple[Node, Tensor, Node]]:
         if not is_convolution(n) or n.opaque or n.call.args[0].rank not in (3, 4, 5):
             continue
         c, x, weight = n, n.call.args[0], n.call.args[1]
-        if weight.rank != x.rank or weight.shape[1] < 2:  # no batch axis; depthwise
+        if weight.rank != x.rank or _channels_of_a_group(n) < 2:  # no batch axis; depthwise
             continue
         while (before := producer.get(x)) is not None and _puts_zeros_around(before):
             n, x = before, before.inputs[0]
         out.append((n, x, c))
     return out
+
+
+def _channels_of_a_group(n: Node) -> int:
+    """Along the second axis a convolution's weight has them, a transposed one's has a group's
+    features."""
+    x, weight = n.call.args[0], n.call.args[1]
+    flag = n.call.target == "aten.convolution.default" and n.call.args[6]
+    if not flag and "transpose" not in n.call.target:
+        return weight.shape[1]
+    groups = n.results[0].shape[1] // max(weight.shape[1], 1)
+    return x.shape[1] // max(groups, 1)
 
 
 def _puts_zeros_around(n: Node) -> bool:

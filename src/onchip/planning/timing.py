@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -137,8 +135,10 @@ def samples(
     return _rounds([clock.ready(f) for f in functions], budget_s, most, least, settle)
 
 
-def rounds(timed: Sequence[Timed], count: int) -> list[list[float]]:
-    """Seconds of each in so many rounds."""
+def rounds(timed: Sequence[Timed], count: int, budget_s: float | None = None) -> list[list[float]]:
+    """Seconds of each in so many rounds, or in those that are begun within the budget."""
+    if budget_s is not None:
+        return _rounds(timed, budget_s, count, 0)
     return _rounds(timed, 0.0, least=count)
 
 
@@ -156,28 +156,19 @@ def _rounds(
     return times
 
 
-def measurably_slower(mine: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether `mine` took longer than `other` in rounds measured side by side: by more than 2 % in
-    the median, and in so many rounds that chance alone would give that less than once in 20."""
-    if statistics.median(mine) <= 1.02 * statistics.median(other):
-        return False
-    lost = sum(a > b for a, b in zip(mine, other, strict=True))
-    n = len(mine)
-    return sum(math.comb(n, k) for k in range(lost, n + 1)) / 2**n < 0.05
+def shortlist(timed: Sequence[Timed], budget_s: float, keep: float = 1.5) -> list[list[float]]:
+    """Seconds of each in the rounds that it took part in: the first three, and until the budget is
+    spent if it was not clearly slower in those (by more than `keep`). The n-th ones of two were
+    measured in turn."""
+    times = _rounds(timed, 0.0, least=3)
+    limit = min(min(t) for t in times) * keep
+    again = [i for i, t in enumerate(times) if min(t) <= limit]
+    for i, t in zip(again, _rounds([timed[i] for i in again], budget_s), strict=True):
+        times[i] += t
+    return times
 
 
-def fastest(
-    functions: Sequence[Function], budget_s: float, keep: float = 1.5, clock: Clock = HOST
-) -> list[float]:
+def fastest(functions: Sequence[Function], budget_s: float, clock: Clock = HOST) -> list[float]:
     """Seconds of each function in its best round: kernels do the same work every time, so whatever
-    took longer was something else on the machine, and a choice must not depend on that. Functions
-    clearly slower in the first rounds (by more than `keep`) are not timed again."""
-    timed = [clock.ready(f) for f in functions]
-    first = [min(t) for t in _rounds(timed, 0.0, least=3)]
-    limit = min(first) * keep
-    again = [i for i, t in enumerate(first) if t <= limit]
-    second = _rounds([timed[i] for i in again], budget_s)
-    out = list(first)
-    for i, t in zip(again, second, strict=True):
-        out[i] = min(out[i], *t)
-    return out
+    took longer was something else on the machine, and a choice must not depend on that."""
+    return [min(t) for t in shortlist([clock.ready(f) for f in functions], budget_s)]

@@ -1,5 +1,5 @@
 """How to run one group of operators: candidates are built, checked against eager's values, and
-timed against the library; the fastest is chosen."""
+timed; the fastest is chosen, unless the library's calls take no more beyond noise."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from onchip.analysis.record import Interval
 from onchip.backends.nvidia.source import Workspace
 from onchip.errors import CompilerError, InternalError, OnchipError
 from onchip.fusion.layout import extent
@@ -16,12 +17,13 @@ from onchip.fusion.refusal import Refusal, Rule
 from onchip.fusion.region import Region
 from onchip.ir.expr import Tensor
 from onchip.planning.candidates import Candidate, runner
+from onchip.planning.intervals import compare
 from onchip.planning.isolation import Isolation, Spec
 from onchip.planning.library import Step, aten_steps, planted, run_of
 from onchip.planning.plan import CallStep, Kernel
 from onchip.planning.precision import TF32_TOLERANCE
 from onchip.planning.records import load_record, store_record
-from onchip.planning.timing import HOST, Clock, fastest
+from onchip.planning.timing import HOST, Clock, Timed, fastest, shortlist
 from onchip.planning.values import Values, in_layout
 
 # A float32 result may differ from eager's by roundings in another order, not by more.
@@ -29,6 +31,8 @@ TOLERANCE = {torch.float32: 2e-4, torch.float64: 1e-9, torch.bfloat16: 3e-2, tor
 
 # Where a generated kernel is so many times as fast as oneDNN's form, its parts are not timed.
 HOPELESS = 1.5
+# So many times as long as candidates are timed, two forms are while noise hides which is faster.
+UNDECIDED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,9 @@ class Verdict:
                 (oneDNN's calls and ATen's), or "split" (two regions, planned on their own)
     kernel_us   the fastest generated kernel's time; likewise library_us and onednn_us
     calls_us    oneDNN's calls alone, without ATen's between them
-    split_us    the two parts' time, if a cut was tried; cut: places of the first part's operators
+    library_ratio  the faster of kernel and oneDNN's calls over the library's
+    split_us    the two parts' time, if a cut was tried; cut: places of the first part's operators;
+                whole: the kind of what was measured beside them; split_ratio: whole over parts
     times_us    every generated kernel that was timed, by its choice
     refused     candidates that were not timed: (choice, why)
     token       of the fastest generated kernel (Candidate.token)
@@ -58,6 +64,14 @@ class Verdict:
     refused: tuple[tuple[str, str], ...] = ()
     token: dict[str, Any] = field(default_factory=dict)
     left_out: int = 0
+    library_ratio: Interval | None = None
+    split_ratio: Interval | None = None
+    whole: str = ""
+
+    @property
+    def fused_us(self) -> float | None:
+        """The faster of kernel and oneDNN's calls, whatever was chosen."""
+        return min((t for t in (self.kernel_us, self.onednn_us) if t is not None), default=None)
 
     @property
     def best_us(self) -> float | None:
@@ -65,10 +79,19 @@ class Verdict:
         return getattr(self, f"{self.kind}_us")
 
     @property
+    def best_of_whole_us(self) -> float | None:
+        """What stood beside a cut's parts."""
+        return getattr(self, f"{self.whole}_us") if self.whole else None
+
+    @property
     def costs(self) -> dict[str, float]:
         """What was measured, by name, for a decision."""
         names = ("kernel_us", "library_us", "onednn_us", "split_us")
-        return {n: t for n in names if (t := getattr(self, n)) is not None}
+        found = {n: t for n in names if (t := getattr(self, n)) is not None}
+        for name in ("library_ratio", "split_ratio"):
+            if (r := getattr(self, name)) is not None:
+                found |= {name: r.median, f"{name}_low": r.low, f"{name}_high": r.high}
+        return found
 
 
 def tune(
@@ -102,9 +125,10 @@ def tune(
             runs["onednn"] = run_of(onednn, values)
     if not mine and len(runs) == 1:
         return Verdict("library", refused=tuple(refused))
-    timed = fastest([*runs.values(), *mine.values()], budget_s, clock=clock)
-    times = {k: t * 1e6 for k, t in zip((*runs, *mine), timed, strict=True)}
-    found = _fastest_of(times, candidates, mine, tuple(refused))
+    ways = {k: clock.ready(f) for k, f in {**runs, **mine}.items()}
+    taken = dict(zip(ways, shortlist(list(ways.values()), budget_s), strict=True))
+    found = _fastest_of(taken, candidates, mine, tuple(refused))
+    found = _against_library(found, ways, taken, budget_s)
     calls = [s for s in onednn if isinstance(s, CallStep)]
     if found.onednn_us is None or len(calls) == len(onednn):
         return found
@@ -115,24 +139,43 @@ def tune(
 
 
 def _fastest_of(
-    times: Mapping[str | int, float],
+    taken: Mapping[str | int, Sequence[float]],
     candidates: Mapping[int, Candidate],
     kernels: Mapping[int, object],
     refused: tuple[tuple[str, str], ...],
 ) -> Verdict:
+    """The verdict between the fused forms, by their best rounds; the library's calls if there is
+    none."""
+    times = {k: min(t) * 1e6 for k, t in taken.items()}
     index = min(kernels, key=lambda i: times[i], default=0)
-    whole = {"kernel": times[index]} if kernels else {}  # first: it wins a tie
-    whole |= {k: times[k] for k in ("onednn", "library") if k in times}
+    fused = {"kernel": times[index]} if kernels else {}  # first: it wins a tie
+    fused |= {"onednn": times["onednn"]} if "onednn" in times else {}
     return Verdict(
-        min(whole, key=lambda k: whole[k]),
+        min(fused, key=lambda k: fused[k], default="library"),
         index,
-        whole.get("kernel"),
-        whole["library"],
-        whole.get("onednn"),
+        fused.get("kernel"),
+        times["library"],
+        fused.get("onednn"),
         times_us={candidates[i].choice: times[i] for i in kernels},
         refused=refused,
         token=dict(candidates[index].token) if kernels else {},
     )
+
+
+def _against_library(
+    found: Verdict,
+    ways: Mapping[str | int, Timed],
+    taken: Mapping[str | int, Sequence[float]],
+    budget_s: float,
+) -> Verdict:
+    """The fused form that was found stands if it takes less than the library's calls beyond
+    noise."""
+    way = found.index if found.kind == "kernel" else found.kind
+    n = min(len(taken[way]), len(taken["library"]))
+    so_far = taken[way][:n], taken["library"][:n]
+    duel = compare(ways[way], ways["library"], UNDECIDED * budget_s, so_far)
+    kind = found.kind if duel.faster else "library"
+    return replace(found, kind=kind, library_ratio=duel.ratio)
 
 
 def _checked(
@@ -342,7 +385,8 @@ def load_verdict(key: str) -> Verdict | None:
         return None
     try:
         refused = tuple((str(choice), str(why)) for choice, why in raw["refused"])
-        found = Verdict(**{**raw, "refused": refused, "cut": tuple(raw["cut"])})
+        ratios = {k: r and Interval(**r) for k, r in raw.items() if k.endswith("_ratio")}
+        found = Verdict(**{**raw, **ratios, "refused": refused, "cut": tuple(raw["cut"])})
     except (TypeError, KeyError, ValueError):
         return None
     known = hasattr(found, f"{found.kind}_us") and isinstance(found.index, int)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import datetime
+import difflib
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from onchip.errors import OnchipError
 from onchip.report.bench_suites import KERNELBENCH, SUITES, Case
+from onchip.report.contests import one_or_two
 from onchip.report.report import Report
 
-__all__ = ["KERNELBENCH", "SUITES", "Case", "cases", "row_of", "run", "run_cases"]
+__all__ = [
+    "KERNELBENCH", "SUITES", "Case", "cases", "check_without", "peers_of", "row_of", "run",
+    "run_cases", "verify",
+]  # fmt: skip
 
 
 def run(
@@ -24,9 +29,25 @@ def run(
     gpu-NAME is that one. `problems` are the arguments of bench_kernelbench.cases, for that suite.
     A case that fails has a row that says why. Raises OnchipError if there is no such suite, or no
     GPU for it."""
-    on_gpu = f"gpu-{suite}"
-    suite = on_gpu if on_gpu in SUITES and torch.cuda.is_available() else suite
+    suite = here(suite)
     return run_cases(suite, cases(suite, **problems), peers, without)
+
+
+def verify(suite: str, show: Callable[[str], None], **problems: Any) -> int:
+    """Compile the cases of a suite, and measure every fused kernel that ships again, in turn with
+    its operators as library calls: how many are slower, beyond noise, or could not be measured.
+    `show` gets each line of a table."""
+    from onchip.report.bench_verify import verify_cases
+
+    found = cases(here(suite), **problems)
+    _check_device(suite, found)
+    return verify_cases(found, show)
+
+
+def here(suite: str) -> str:
+    """Where there is a GPU, the counterpart gpu-NAME of a suite NAME, if it has one."""
+    on_gpu = f"gpu-{suite}"
+    return on_gpu if on_gpu in SUITES and torch.cuda.is_available() else suite
 
 
 def cases(suite: str, **problems: Any) -> tuple[Case, ...]:
@@ -52,11 +73,11 @@ def run_cases(
     from onchip.planning.machine import device_name
 
     device = cases[0].device
-    if device == "cuda" and not torch.cuda.is_available():
-        raise OnchipError(f"suite {suite} runs on an NVIDIA GPU; torch sees none here")
+    check_without(suite, cases, without)
+    _check_device(suite, cases)
     conditions: dict[str, Any] = {}
     if device == "cuda":
-        bench = _device_bench(cases[0].protocol)(peers, without)
+        bench = device_bench(cases[0].protocol)(peers, without)
         rows, conditions = bench.rows(cases), bench.conditions()
     else:
         rows = [_row(case, peers) for case in cases]
@@ -70,7 +91,34 @@ def run_cases(
     }
 
 
-def _device_bench(protocol: str) -> Any:
+def _check_device(suite: str, cases: Sequence[Case]) -> None:
+    if cases[0].device == "cuda" and not torch.cuda.is_available():
+        raise OnchipError(f"suite {suite} runs on an NVIDIA GPU; torch sees none here")
+
+
+def check_without(suite: str, cases: Sequence[Case], without: Sequence[str]) -> None:
+    """OnchipError if a peer that is to be left out is none of the cases'."""
+    if without and cases[0].device == "cpu":
+        raise OnchipError(f"--without {without[0]}: suite {suite} runs on the CPU, with all peers")
+    known = list(dict.fromkeys(p for c in cases for p in peers_of(c)))
+    for name in without:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            peers = ", ".join(known)
+            raise OnchipError(f"--without {name}: suite {suite} has only the peers {peers}{hint}")
+
+
+def peers_of(case: Case) -> tuple[str, ...]:
+    """The peers of a case on a GPU that may be left out (eager PyTorch may not)."""
+    if case.protocol == "once":
+        from onchip.report.bench_engine import PEERS
+
+        return tuple(PEERS)
+    return case.peers
+
+
+def device_bench(protocol: str) -> Any:
     """What runs cases of a protocol on a GPU."""
     from onchip.report.bench_engine import EngineBench
     from onchip.report.bench_gpu import DeviceBench
@@ -88,10 +136,11 @@ def _row(case: Case, peers: bool) -> dict[str, Any]:
         return failed(case, error)
     finally:
         gc.collect()  # the case's weights, before the next one's come
-    return row_of(case.name, report)
+    met = one_or_two(report.contests) if case.contests else ()
+    return row_of(case.name, report, met)
 
 
-def row_of(name: str, report: Report) -> dict[str, Any]:
+def row_of(name: str, report: Report, notes: Sequence[str] = ()) -> dict[str, Any]:
     """One row of the contract."""
     return {
         "name": name,
@@ -106,7 +155,7 @@ def row_of(name: str, report: Report) -> dict[str, Any]:
         "bytes": None,
         "share": None,
         "target_us": None,
-        "notes": "; ".join(report.notes),
+        "notes": "; ".join((*report.notes, *notes)),
     }
 
 

@@ -25,6 +25,7 @@ from onchip.report import bench_replay as replay
 from onchip.report.bench import failed, grouped
 from onchip.report.bench_suites import Case
 from onchip.report.build import predicted_us
+from onchip.report.contests import one_or_two
 from onchip.runtime.program import Program
 from onchip.runtime.verify import Verification, verify
 from onchip.settings import Settings
@@ -65,7 +66,7 @@ class DeviceBench:
 
         self.seconds = {}
         with self._stage("load"):
-            module, inputs = self._model(case)
+            module, inputs = self.model(case)
         with self._stage("compile"):
             program = api.compile(module, inputs, settings=self.settings, name=case.name)
         inputs = self._measured_on(inputs)
@@ -78,6 +79,8 @@ class DeviceBench:
         if "onchip" not in times:
             raise OnchipError(f"the program can't be timed: {untimed['onchip']}")
         notes = [*program.notes, *(f"{k}: {why}" for k, why in untimed.items())]
+        if case.contests:
+            notes += one_or_two(program.compiled[-1].planned.contests)
         return self._figures(case, times, graph, verified) | {
             "launches": program.launches,
             "predicted_us": self._predicted_us(program),
@@ -95,7 +98,7 @@ class DeviceBench:
         finally:
             self.seconds[name] = round(time.perf_counter() - start, 2)
 
-    def _model(self, case: Case) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    def model(self, case: Case) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
         """The case's module, and inputs to compile it on."""
         found = resolve(case.model, batch=case.batch, dtype=case.dtype)
         module, inputs = found.module.to(DEVICE), found.example_inputs

@@ -141,7 +141,7 @@ class KernelBench(bench_gpu.DeviceBench):
         text = PROTOCOL.format(least=least, most=most, factor=ERROR_FACTOR)
         return {"protocol": text, "empty_us": self.empty_us}
 
-    def _model(self, case: Case) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    def model(self, case: Case) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
         # made on the device: gigabytes of random numbers take a CPU seconds
         with torch.random.fork_rng(), torch.device(bench_gpu.DEVICE):
             torch.manual_seed(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -24,6 +24,7 @@ class Case:
                   copy ceiling or of the library's rate for the bare product at least; None where
                   nothing is promised
     short         why it falls short, where it does: with what a profiler says, and the versions
+    contests      its row says where one kernel was measured against two
     """
 
     model: str
@@ -40,6 +41,7 @@ class Case:
     target_share: float | None = None
     target_bare: float | None = None
     short: str = ""
+    contests: bool = False
 
     @property
     def name(self) -> str:
@@ -67,6 +69,12 @@ _NETWORKS = (
     Case("torchvision:resnet50", batch=1),
     Case("torchvision:mobilenet_v2", batch=1),
     Case("minilm"),
+)
+
+# Seven operators with two reductions and a convolution, and long pointwise chains with eight live
+# values: where one kernel wins, and where two do.
+_CHAINS = tuple(
+    Case(f"pipeline:{name}", contests=True) for name in ("chain7", "chain:64", "chain:400")
 )
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -270,6 +278,8 @@ _RESNET50 = tuple(
     )
     for batch, target_us in ((1, 300.0), (32, 950.0), (128, 3500.0))
 )
+# Why rows of a suite that has no cases here take over twice their floors: suite -> name -> text.
+SHORT: dict[str, dict[str, str]] = {"kernelbench": {}}
 KERNELBENCH = "kernelbench"  # a suite whose cases are a user's files (report.bench_kernelbench)
 SUITES: dict[str, tuple[Case, ...]] = {
     "pipelines": _PIPELINES,
@@ -277,6 +287,8 @@ SUITES: dict[str, tuple[Case, ...]] = {
     "resnet50": (Case("torchvision:resnet50"), Case("torchvision:resnet50", batch=8)),
     "gpu-resnet50": _RESNET50,  # what `onchip bench resnet50` is where there is a GPU
     "cpu": _PIPELINES + _NETWORKS,
+    "chains": _CHAINS,
+    "gpu-chains": tuple(replace(c, dtype=FP32, device="cuda") for c in _CHAINS),
     # on an NVIDIA GPU: what moves memory, and what computes
     "memory": _MEMORY,
     "gpu": _GPU,

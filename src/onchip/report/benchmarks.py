@@ -12,7 +12,7 @@ from typing import Any
 
 from onchip.errors import OnchipError
 from onchip.report import schema
-from onchip.report.bench_suites import SUITES
+from onchip.report.bench_suites import SHORT, SUITES
 from onchip.report.text import UNKNOWN, count, quantity, time
 
 HEAD = """# Benchmarks
@@ -81,13 +81,15 @@ def _protocol(result: Mapping[str, Any]) -> list[str]:
 
 
 def _reasons(result: Mapping[str, Any]) -> list[str]:
-    """Why rows miss their targets, or take over twice their floors, as the suite's cases say."""
-    known = {(c.name, str(c.dtype).removeprefix("torch.")): c.short
-             for c in SUITES.get(result["suite"], ())}  # fmt: skip
-    lines = []
+    """Why rows miss their targets, or take over twice their floors, as the suite's cases say, and
+    bench_suites.SHORT for rows that have no case of ours."""
+    suite, lines = result["suite"], []
+    cases = {(c.name, str(c.dtype or "float32").removeprefix("torch.")): c.short
+             for c in SUITES.get(suite, ())}  # fmt: skip
     for row in result["rows"]:
-        text, took = known.get((row["name"], row["dtype"]), ""), row["onchip_us"]
-        target, floor = row["target_us"], row["floor_us"]
+        text = cases.get((row["name"], row["dtype"]), "")
+        text = SHORT.get(suite, {}).get(row["name"], text)
+        took, target, floor = row["onchip_us"], row["target_us"], row["floor_us"]
         if text and target is not None and (took is None or took > target):
             lines.append(f"- {row['name']}: short of its target: {text}")
         elif text and took is not None and took > 2 * floor:

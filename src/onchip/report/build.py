@@ -8,7 +8,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from onchip.analysis.cost import Pricer
-from onchip.analysis.record import Decision, GraphCoverage, KernelRow, LedgerEntry, Totals, total
+from onchip.analysis.record import (
+    Contest,
+    Decision,
+    GraphCoverage,
+    KernelRow,
+    LedgerEntry,
+    Totals,
+    total,
+)
 from onchip.analysis.roofline import Ceilings
 from onchip.analysis.summary import program_bound_us
 from onchip.analysis.traffic import Ledger, Traffic, account
@@ -21,6 +29,7 @@ from onchip.ir.expr import reduces
 from onchip.ir.graph import Node
 from onchip.planning.assess import EAGER, FUSED, Compiled, Measured
 from onchip.planning.plan import CallStep, KernelStep, LibraryStep
+from onchip.planning.tuner import Verdict
 from onchip.report.report import (
     CompileSummary,
     LaunchCost,
@@ -77,7 +86,25 @@ def build_report(facts: Facts, compiled: Compiled, measured: Measured | None) ->
         kernels=kernels,
         decisions=tuple(_decisions(compiled)),
         notes=(*facts.notes, *_notes(compiled), *(measured.notes if measured else ())),
+        ratio=measured.ratio if measured else outcome.ratios.get(outcome.form),
+        contests=tuple(_contests(compiled)),
     )
+
+
+def _contests(compiled: Compiled) -> Iterator[Contest]:
+    """The program's own first, then those of its regions, folded operators with their layers."""
+    outcome = compiled.outcome
+    times = outcome.times_us
+    if FUSED in times and EAGER in times:
+        won, ratio = outcome.form == FUSED, outcome.ratios.get(FUSED)
+        ops = tuple(n.name for n in compiled.original.graph.nodes)
+        yield Contest(ops, "eager", times[FUSED], times[EAGER], ratio, won)
+    folded = _folded(compiled)
+    for c in compiled.planned.contests:
+        ops, first = (
+            tuple(o for n in some for o in (n, *folded.get(n, ()))) for some in (c.ops, c.first)
+        )
+        yield replace(c, ops=ops, first=first)
 
 
 def compile_summary(
@@ -172,8 +199,10 @@ def _rows(
         row = kernel_row(step.name, nodes, traffic, ledger, folded, pricer)
         if isinstance(step, CallStep):
             alone = verdict is not None and step.nodes == unit.region.nodes
-            us = verdict.onednn_us if verdict is not None and alone else None
-            yield replace(row, choice=step.call.target, measured_us=us), traffic.totals
+            row = replace(row, choice=step.call.target)
+            if verdict is not None and alone:
+                row = replace(row, measured_us=verdict.onednn_us, **_against(verdict))
+            yield row, traffic.totals
             continue
         choice = next(iter(verdict.times_us), "") if verdict else ""
         if verdict is not None and verdict.times_us:
@@ -184,6 +213,7 @@ def _rows(
                 backend=_backend(built) or compiled.planned.generator,
                 choice=choice,
                 measured_us=verdict.kernel_us if verdict else None,
+                **(_against(verdict) if verdict else {}),
                 **built_figures(built),
             ),
             traffic.totals,
@@ -193,6 +223,11 @@ def _rows(
 def _backend(built: object) -> str:
     """What wrote a kernel for a GPU; "" for others."""
     return built.backend if isinstance(built, (Built, CudnnPlan)) else ""
+
+
+def _against(verdict: Verdict) -> dict[str, Any]:
+    """What a row says of its operators as library calls."""
+    return {"unfused_us": verdict.library_us, "ratio": verdict.library_ratio}
 
 
 def _library_row(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from onchip.planning.intervals import words
 from onchip.report import text
 from onchip.report.picture import picture
 from onchip.report.report import Report
@@ -55,6 +56,11 @@ def page(r: Report) -> str:
         table(_KERNEL_HEAD, _kernels(r), numbers=3),
         "<h2>Edges between kernels</h2>",
         _cuts(r),
+        *(
+            x
+            for title, lines in text.contested(r, None)
+            for x in (f"<h2>{escape(title.capitalize())}</h2>", _list(lines))
+        ),
         "<h2>Numerics</h2>",
         _list(text.numerics(r)),
         *(["<h2>CUDA graph</h2>", _list(lines)] if (lines := text.coverage(r)) else []),
@@ -92,7 +98,8 @@ def _ladder(r: Report) -> list[tuple[str, str]]:
 
 
 _KERNEL_HEAD = (
-    "kernel", "operators", "backend", "bytes", "FLOP", "predicted", "measured", *text.NEEDS,
+    "kernel", "operators", "backend", "bytes", "FLOP", "predicted", "measured", "unfused",
+    "measured / unfused", *text.NEEDS,
 )  # fmt: skip
 
 
@@ -106,6 +113,8 @@ def _kernels(r: Report) -> list[tuple[str, ...]]:
             text.quantity(k.flops),
             text.time(k.predicted_us),
             text.time(k.measured_us),
+            text.time(k.unfused_us),
+            words(k.ratio) or text.UNKNOWN,
             *text.needs(k),
         )
         for k in r.kernels

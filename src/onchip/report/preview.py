@@ -23,6 +23,7 @@ from onchip.fusion.refusal import Refusal
 from onchip.fusion.region import Region
 from onchip.fusion.signature import signature
 from onchip.planning.candidates import Candidate, Context
+from onchip.planning.cut import cut_in_two
 from onchip.planning.generators import Generator, generator_for_gpu
 from onchip.planning.planner import copying_views
 from onchip.planning.relayout import relayout_cut, with_channels_last
@@ -100,11 +101,9 @@ def _apart(groups: Sequence[Group], partitioner: Partitioner) -> tuple[Group, ..
     """The groups, copies to channels-last by themselves: here nothing is measured."""
     out: list[Group] = []
     for g in groups:
-        nodes = partitioner.region(g.nodes).nodes
-        cut = None if g.opaque else relayout_cut(nodes)
-        first = [nodes[i] for i in cut.first] if cut is not None else []
-        rest = [n for n in nodes if n not in first]
-        out += [Group(first, False), Group(rest, False)] if first else [g]
+        region = partitioner.region(g.nodes)
+        cut = None if g.opaque else relayout_cut(region.nodes)
+        out += [g] if cut is None else cut_in_two(g, region, cut.first)
     return tuple(out)
 
 

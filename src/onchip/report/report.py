@@ -12,8 +12,10 @@ from typing import Any
 
 from onchip.analysis.record import (
     Blocker,
+    Contest,
     Decision,
     GraphCoverage,
+    Interval,
     KernelRow,
     LedgerEntry,
     Totals,
@@ -73,6 +75,8 @@ class Report:
     baselines  better unfused or compiled forms: name -> latency_us
     bound_us   the physical limit of the device for this model
     speedup    unfused latency / fused latency
+    ratio      fused latency / unfused, with its interval, of rounds in which both took turns
+    contests   each place where a more fused form was measured against a less fused one
     notes      what else to know: which form ships, where inputs come from, peers that failed
     """
 
@@ -92,6 +96,8 @@ class Report:
     kernels: tuple[KernelRow, ...] = ()
     decisions: tuple[Decision, ...] = ()
     notes: tuple[str, ...] = ()
+    ratio: Interval | None = None
+    contests: tuple[Contest, ...] = ()
 
     @property
     def speedup(self) -> float | None:
@@ -183,12 +189,25 @@ def _from_dict(data: dict[str, Any]) -> Report:
     data["compile"] = CompileSummary(**data["compile"])
     blockers = tuple(Blocker(**b) for b in data["cuda_graph"]["blockers"])
     data["cuda_graph"] = GraphCoverage(**{**data["cuda_graph"], "blockers": blockers})
-    data["kernels"] = tuple(KernelRow(**{**k, "ops": tuple(k["ops"])}) for k in data["kernels"])
+    data["kernels"] = tuple(
+        KernelRow(**{**k, "ops": tuple(k["ops"]), "ratio": _interval(k["ratio"])})
+        for k in data["kernels"]
+    )
+    data["ratio"] = _interval(data["ratio"])
+    lists = ("ops", "first")
+    data["contests"] = tuple(
+        Contest(**{**c, **{k: tuple(c[k]) for k in lists}, "ratio": _interval(c["ratio"])})
+        for c in data["contests"]
+    )
     data["decisions"] = tuple(
         Decision(**{**d, "edge": (d["edge"][0], d["edge"][1])}) for d in data["decisions"]
     )
     data["notes"] = tuple(data["notes"])
     return Report(**data)
+
+
+def _interval(data: dict[str, Any] | None) -> Interval | None:
+    return None if data is None else Interval(**data)
 
 
 def _write(path: Path, text: str) -> None:

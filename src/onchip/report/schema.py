@@ -48,6 +48,18 @@ def _totals(text: str) -> Schema:
     )
 
 
+def _interval(text: str) -> Schema:
+    """An interval, or null."""
+    found = _object(
+        f"{text}, of rounds in which both took turns; null: too few rounds for an interval",
+        median=_value("number", "median of the rounds' ratios"),
+        low=_value("number", "lower end of its 95 % confidence interval"),
+        high=_value("number", "upper end"),
+        rounds=_value("integer", "rounds"),
+    )
+    return {**found, "type": ["object", "null"]}
+
+
 _KERNEL = _object(
     "One kernel of the fused program.",
     name=_value("string", "unique name"),
@@ -64,6 +76,19 @@ _KERNEL = _object(
     occupancy=_maybe("number", "resident share of the warps, 0 to 1"),
     code_bytes=_maybe("integer", "machine code"),
     compile_s=_maybe("number", "seconds to compile (triton: of a processor); 0 if reused"),
+    unfused_us=_maybe("number", "its operators as library calls, microseconds"),
+    ratio=_interval("its time over that"),
+)
+
+_CONTEST = _object(
+    "One place where a more fused form was measured against a less fused one.",
+    ops=_list("operators, in order", _value("string", "operator's name")),
+    against=_value("string", "operators (each its library call), two kernels, or eager (of all)"),
+    fused_us=_value("number", "microseconds of the more fused form"),
+    unfused_us=_value("number", "of the other"),
+    ratio=_interval("the former over the latter"),
+    won=_value("boolean", "the more fused form was chosen"),
+    first=_list("operators of the first of two kernels", _value("string", "operator's name")),
 )
 
 _DECISION = _object(
@@ -154,6 +179,8 @@ REPORT: Schema = _object(
     kernels=_list("In execution order.", _KERNEL),
     decisions=_list("One for each edge between two operators.", _DECISION),
     notes=_list("Sentences for people.", _value("string", "what else to know")),
+    ratio=_interval("fused latency / unfused"),
+    contests=_list("A region that was cut comes before its parts.", _CONTEST),
 )
 
 BENCH: Schema = _object(

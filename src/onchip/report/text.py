@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from onchip.analysis.record import KernelRow
+from onchip.report.contests import lost, one_or_two
 from onchip.report.report import Report
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def kernel_table(r: Report, limit: int = 40) -> Table:
     table.add_column("kernel", overflow="fold")
     table.add_column("operators", overflow="fold", ratio=1)
     table.add_column("backend")
-    for name in ("bytes", "FLOP", "predicted", "measured"):
+    for name in ("bytes", "FLOP", "predicted", "measured", "unfused"):
         table.add_column(name, justify="right")
     for k in r.kernels[:limit]:
         table.add_row(
@@ -126,6 +127,7 @@ def kernel_table(r: Report, limit: int = 40) -> Table:
             quantity(k.flops),
             time(k.predicted_us),
             time(k.measured_us),
+            time(k.unfused_us),
         )
     if len(r.kernels) > limit:
         table.add_row("…", f"{len(r.kernels) - limit} more: see --json or --report")
@@ -209,6 +211,20 @@ def cuts(r: Report, limit: int = 20) -> list[str]:
     return lines if hidden <= 0 else [*lines[:limit], f"… {hidden} more: onchip why MODEL A B"]
 
 
+def contested(r: Report, limit: int | None = 20) -> list[tuple[str, list[str]]]:
+    """What was measured against what, under a title each; without limit, all of it."""
+    found = [
+        ("fusion was tried and lost", lost(r)),
+        ("one kernel or two, as measured", one_or_two(r.contests)),
+    ]
+    return [(title, _first(lines, limit)) for title, lines in found if lines]
+
+
+def _first(lines: list[str], limit: int | None) -> list[str]:
+    hidden = 0 if limit is None else len(lines) - limit
+    return lines if hidden <= 0 else [*lines[:limit], f"… {hidden} more: see --json or --report"]
+
+
 def numerics(r: Report) -> list[str]:
     n = r.numerics
     show = [UNKNOWN if e is None else f"{e:.2g}" for e in (n.error, n.eager_error)]
@@ -222,7 +238,7 @@ def numerics(r: Report) -> list[str]:
 def closing(r: Report) -> str:
     parts = []
     if r.speedup is not None:
-        parts.append(f"speedup {r.speedup:.2f}×")
+        parts.append(f"speedup {r.speedup:.2f}×{_interval(r)}")
     if r.plan.gap is not None:
         bound = time(r.plan.lower_bound_us)
         parts.append(f"{1 + r.plan.gap:.2f} times the lower bound ({bound}) of any cover")
@@ -241,6 +257,13 @@ def closing(r: Report) -> str:
     return " · ".join(parts)
 
 
+def _interval(r: Report) -> str:
+    """The 95 % interval of the speedup, where there is one."""
+    if r.ratio is None:
+        return ""
+    return f" ({1 / r.ratio.high:.2f}–{1 / r.ratio.low:.2f} at 95 % confidence)"
+
+
 def coverage(r: Report) -> list[str]:
     """Whether the program is one CUDA graph, and each operator that keeps it from being one."""
     c = r.cuda_graph
@@ -257,6 +280,8 @@ def renderable(r: Report) -> Group:
         parts.append(table)
     if cut := cuts(r):
         parts += [Text("cut edges", style="italic"), *(Text(f"  {line}") for line in cut)]
+    for title, lines in contested(r):
+        parts += [Text(title, style="italic"), *(Text(f"  {line}") for line in lines)]
     parts += [Text("numerics", style="italic"), *(Text(f"  {line}") for line in numerics(r))]
     if lines := coverage(r):
         parts += [Text("CUDA graph", style="italic"), *(Text(f"  {line}") for line in lines)]

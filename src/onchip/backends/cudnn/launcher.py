@@ -53,7 +53,7 @@ class PlanLauncher:
     def enqueue(self, pointers: Sequence[int], stream: int) -> None:
         """`run`, without an answer."""
         count = len(self._names)
-        pack = dict(zip(self._names, pointers, strict=False))
+        pack: dict[Any, Any] = dict(zip(self._names, pointers, strict=False))
         workspace = pointers[count] if len(pointers) > count else None
         with _lock, torch.cuda.device(self.device):
             if getattr(_thread, "current", None) != self.device:  # this thread's first use of it

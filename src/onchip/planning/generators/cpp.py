@@ -29,6 +29,7 @@ from onchip.fusion.product_tiles import predicted_ns
 from onchip.fusion.refusal import Refusal
 from onchip.fusion.region import Region
 from onchip.fusion.staging import Staged, stage
+from onchip.fusion.tiling import nest_of
 from onchip.fusion.winograd import transformed_weights, winograd
 from onchip.ir.expr import Tensor
 from onchip.planning.candidates import Candidate, Context, Strides, comment_of
@@ -150,8 +151,20 @@ class CppGenerator:
             return source
         return _candidate(region, source, variant, context, late, strides)
 
-    def again(self, region: Region, token: Mapping[str, Any], context: Context) -> None:
-        return None
+    def again(self, region: Region, token: Mapping[str, Any], context: Context) -> Variant | None:
+        """`variants` makes a nest for each of some dozen tiles."""
+        staged = stage(region)
+        if not token or isinstance(staged, Refusal):
+            return None
+        short = winograd(staged, context.constants) if token["winograd"] else staged
+        if short is None:
+            return None
+        root = region.outputs[token["root"]]
+        nest = nest_of(short, root, context.strides, tuple(token["tile"]))
+        if isinstance(nest, Refusal):
+            return None
+        options = KernelOptions(stream=token["stream"], parallel=_parallel(region))
+        return Variant(nest, options, transformed_weights(short) if token["winograd"] else ())
 
     def build_all(self, candidates: Sequence[Candidate]) -> list[Binary | CompilerError]:
         return build_all([c.source.text for c in candidates])
@@ -189,6 +202,19 @@ def _parallel(region: Region) -> bool:
     return work >= 1 << 15
 
 
+def _token(region: Region, variant: Variant) -> dict[str, Any]:
+    """See CppGenerator.again; {} for nests of several phases, which are not told by a tile."""
+    nest = variant.nest
+    if nest.before:
+        return {}
+    return {
+        "root": next(i for i, t in enumerate(region.outputs) if t is nest.root.tensor),
+        "tile": list(nest.tile),
+        "stream": variant.options.stream,
+        "winograd": bool(variant.transformed),
+    }
+
+
 def _candidate(
     region: Region,
     source: KernelSource,
@@ -215,4 +241,5 @@ def _candidate(
         real,
         own,
         fewer_products=bool(variant.transformed),
+        token=_token(region, variant),
     )
