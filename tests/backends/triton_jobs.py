@@ -1,7 +1,8 @@
 """Generated Triton kernels with the memory that they work on: interpreted here, or on a GPU.
 
 All kernels of a test process are interpreted in one child process, since importing PyTorch and
-Triton takes seconds and TRITON_INTERPRET holds for a whole process. Importing this file needs no Triton.
+Triton takes seconds and TRITON_INTERPRET holds for a whole process. Importing this file needs no
+Triton.
 """
 
 from __future__ import annotations
