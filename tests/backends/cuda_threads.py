@@ -1,4 +1,4 @@
-"""A kernel on threads of this machine: its own text, with the PTX functions of
+"""A kernel on this machine, its threads in turn: its own text, with the PTX functions of
 host_cuda/onchip/hopper.cuh. Matrix products read shared memory by their descriptors."""
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _launch(
     )  # fmt: skip
     text, made = folder / "kernel.cpp", folder / "kernel"
     text.write_text(on_host + main)
-    flags = ["-std=c++20", "-O1", "-w", "-pthread", f"-I{HOST}", f"-I{INCLUDE}"]
+    flags = ["-std=c++20", "-O1", "-w", f"-I{HOST}", f"-I{INCLUDE}"]
     flags += [f"-DONCHIP_LAUNCH={number}"] * (number > 0)
     built = subprocess.run(
         ["g++", *flags, str(text), "-o", str(made)], capture_output=True, text=True
@@ -105,13 +105,7 @@ int main() {{
     gridDim.x = {programs}, blockDim.x = {threads}, cluster_size = {cluster};
     for (int program = 0; program < gridDim.x; program += cluster_size) {{
         std::memset(shared_bytes, 0xFF, sizeof shared_bytes);
-        std::vector<std::thread> threads;
-        for (int n = 0; n < cluster_size * blockDim.x; n++)
-            threads.emplace_back([&, n] {{
-                rank = n / blockDim.x, threadIdx.x = n % blockDim.x, blockIdx.x = program + rank;
-                {call};
-            }});
-        for (std::thread& t : threads) t.join();
+        run_cluster(program, [&] {{ {call}; }});
     }}
     {tail}
 }}
