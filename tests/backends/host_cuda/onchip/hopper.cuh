@@ -2,17 +2,10 @@
 // each until it waits (the kernel of the host takes a hundred times as long to change threads), and
 // shared memory is an array. What the hardware does at its leisure is done late where that can be
 // seen: copies by threads land when they are waited for. Unaligned and outside accesses, too many
-// arrivals and waits that never end stop the run with a message.
+// arrivals and waits that never end stop the run with a message. standard.h comes in front of it,
+// precompiled (cuda_threads.py).
 #pragma once
 #include <onchip/half.cuh>
-#include <ucontext.h>
-#include <algorithm>
-#include <cstdio>
-#include <cstdlib>
-#include <functional>
-#include <memory>
-#include <random>
-#include <vector>
 
 #define DEVICE static inline
 #define __global__
