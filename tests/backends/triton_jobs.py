@@ -159,7 +159,13 @@ def interpret(jobs: Sequence[Job], folder: Path) -> list[list[torch.Tensor] | st
     assert child.stdin is not None
     assert child.stdout is not None
     print(folder, file=child.stdin, flush=True)
-    if child.stdout.readline().strip() != str(folder):
+    try:
+        answer = child.stdout.readline()
+    except BaseException:  # the time of a test is over: what follows gets a process of its own
+        child.kill()
+        child.wait()
+        raise
+    if answer.strip() != str(folder):
         running = folder / "running.txt"
         where = running.read_text() if running.exists() else "no job"
         raise AssertionError(f"the interpreter ended with exit code {child.wait()} in {where}")
