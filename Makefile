@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= auto
 
-.PHONY: demo test test-gpu lint bench bench-gpu readme clean
+.PHONY: demo test pytest test-gpu lint bench bench-gpu readme clean
 .DEFAULT_GOAL := test
 
 # What the virtual environment holds is decided by pyproject.toml.
@@ -32,10 +32,16 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
+# Types are checked beside the tests, since that takes one core.
+test: $(VENV)/.demo
+	$(MAKE) --no-print-directory -j2 lint pytest
+
 # Two threads a process, so that generated kernels run in parallel; waiting ones sleep, since the
-# test processes share the cores.
-test: $(VENV)/.demo lint
-	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+# test processes share the cores. Bytecode is kept, whatever the caller's environment says: the
+# tests start many processes.
+pytest: $(VENV)/.demo
+	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= \
+	  $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # On a machine with an NVIDIA GPU: generated kernels, launched there, against float64.
 test-gpu: $(VENV)/.demo

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from tests.backends.triton_jobs import Job, finish, start
+from tests.backends.triton_jobs import Job, interpret
 from tests.fusion.harness import VALUES, Program, close, op, program, value
 
 from onchip.backends.cpp.run import region_for
@@ -259,8 +259,7 @@ def results(cases, tmp_path_factory) -> dict[str, list[np.ndarray] | str]:
         text = cases[of].source.text
         assert old in text, f"the fault {name!r} does not apply to\n{text}"
         jobs.append(job(name, cases[of], text.replace(old, new)))
-    folder = tmp_path_factory.mktemp("attention")
-    made = finish(start(jobs, folder), folder)
+    made = interpret(jobs, tmp_path_factory.mktemp("attention"))
     return {
         j.name: m if isinstance(m, str) else [x.float().numpy() for x in m]
         for j, m in zip(jobs, made, strict=True)

@@ -1,8 +1,9 @@
 """Runs in a process of its own, with TRITON_INTERPRET=1: interprets jobs (triton_jobs.py).
 
-    python -m tests.backends.triton_child FOLDER
+    python -m tests.backends.triton_child
 
-FOLDER holds jobs.pt; results.pt gets the outputs of each job, or the text of what went wrong.
+reads a folder a line. It holds jobs.pt; its results.pt gets the outputs of each job, or the text of
+what went wrong, and then the folder is written as a line.
 """
 
 from __future__ import annotations
@@ -55,13 +56,21 @@ def run(job: Job, path: Path) -> list[torch.Tensor] | str:
         return "\n".join([f"{type(error).__name__}: {error} ({cause})", *lines])
 
 
-def main(folder: Path) -> None:
-    repair()
-    np.seterr(all="ignore")
+def interpret(folder: Path) -> None:
     jobs: list[Job] = torch.load(folder / "jobs.pt", weights_only=False)
     results = [run(job, folder / f"job{n}.py") for n, job in enumerate(jobs)]
     torch.save(results, folder / "results.pt")
 
 
+def main() -> None:
+    repair()
+    np.seterr(all="ignore")
+    answers, sys.stdout = sys.stdout, sys.stderr  # what a kernel prints is no answer
+    for line in sys.stdin:
+        folder = Path(line.rstrip("\n"))
+        interpret(folder)
+        print(folder, file=answers, flush=True)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

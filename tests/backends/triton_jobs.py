@@ -1,7 +1,8 @@
 """Generated Triton kernels with the memory that they work on: interpreted here, or on a GPU.
 
-All kernels of a test module are interpreted in one child process, since importing Triton takes a
-second and TRITON_INTERPRET holds for a whole process. Importing this file needs no Triton.
+All kernels of a test process are interpreted in one child process, since importing PyTorch and
+Triton takes seconds and TRITON_INTERPRET holds for a whole process. Importing this file needs no
+Triton.
 """
 
 from __future__ import annotations
@@ -128,27 +129,47 @@ def _poison(view: torch.Tensor) -> None:
 
 # ---- the interpreter's process -----------------------------------------------------------------
 
+_child: list[subprocess.Popen[str]] = []  # this process's, if it has begun one that still runs
 
-def start(jobs: Sequence[Job], folder: Path) -> subprocess.Popen[str]:
-    """Begin to interpret jobs in a process of their own."""
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.save(list(jobs), folder / "jobs.pt")
+
+def _interpreter(folder: Path) -> subprocess.Popen[str]:
+    """The process that interprets, begun with the first jobs; it ends when its input does, with
+    this process. What it complains of is in the file `complaints` of the folder that was first."""
+    if _child and _child[0].poll() is None:
+        return _child[0]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    command = [sys.executable, "-m", "tests.backends.triton_child", str(folder)]
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
-
-
-def finish(child: subprocess.Popen[str], folder: Path) -> list[list[torch.Tensor] | str]:
-    """The outputs of each job, or what went wrong in it."""
-    _, errors = child.communicate()
-    running = (folder / "running.txt").read_text() if (folder / "running.txt").exists() else ""
-    assert child.returncode == 0, f"exit code {child.returncode} in {running}: {errors[-4000:]}"
-    return torch.load(folder / "results.pt", weights_only=False)
+    command = [sys.executable, "-m", "tests.backends.triton_child"]
+    with (folder / "complaints").open("w") as complaints:
+        made = subprocess.Popen(
+            command, cwd=ROOT, env=environment, text=True, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=complaints,
+        )  # fmt: skip
+    _child[:] = [made]
+    return made
 
 
 def interpret(jobs: Sequence[Job], folder: Path) -> list[list[torch.Tensor] | str]:
-    return finish(start(jobs, folder), folder) if jobs else []
+    """The outputs of each job, or what went wrong in it."""
+    if not jobs:
+        return []
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(list(jobs), folder / "jobs.pt")
+    child = _interpreter(folder)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    print(folder, file=child.stdin, flush=True)
+    try:
+        answer = child.stdout.readline()
+    except BaseException:  # the time of a test is over: what follows gets a process of its own
+        child.kill()
+        child.wait()
+        raise
+    if answer.strip() != str(folder):
+        running = folder / "running.txt"
+        where = running.read_text() if running.exists() else "no job"
+        raise AssertionError(f"the interpreter ended with exit code {child.wait()} in {where}")
+    return torch.load(folder / "results.pt", weights_only=False)
 
 
 # ---- a GPU -------------------------------------------------------------------------------------

@@ -1,18 +1,11 @@
-// The engine's PTX functions for the host: a program is a thread for each of its threads, shared
-// memory an array. What the hardware does at its leisure is done late where that can be seen: copies
-// by threads land when they are waited for. Unaligned and outside accesses, too many arrivals and
-// waits that never end stop the run with a message.
+// The engine's PTX functions for the host: a program's threads take turns on one of this machine's,
+// each until it waits (the kernel of the host takes a hundred times as long to change threads), and
+// shared memory is an array. What the hardware does at its leisure is done late where that can be
+// seen: copies by threads land when they are waited for. Unaligned and outside accesses, too many
+// arrivals and waits that never end stop the run with a message. standard.h comes in front of it,
+// precompiled (cuda_threads.py).
 #pragma once
 #include <onchip/half.cuh>
-#include <algorithm>
-#include <atomic>
-#include <chrono>
-#include <condition_variable>
-#include <cstdio>
-#include <cstdlib>
-#include <mutex>
-#include <thread>
-#include <vector>
 
 #define DEVICE static inline
 #define __global__
@@ -39,7 +32,7 @@ DEVICE void mark(int, int) {}
 using std::max;
 using std::min;
 struct Dim { int x; };
-static thread_local Dim threadIdx, blockIdx;
+static Dim threadIdx, blockIdx;  // of the thread whose turn it is, as `rank` below
 static Dim gridDim, blockDim;
 
 // A tensor map: elements between neighbours, all innermost first.
@@ -57,14 +50,14 @@ struct TensorMap {
 constexpr u32 FIRST = 1024, BYTES = 227 << 10, PROGRAM = 18, MOST_CLUSTER = 16;
 static_assert(FIRST + BYTES <= 1 << PROGRAM);
 alignas(1024) static unsigned char shared_bytes[MOST_CLUSTER][FIRST + BYTES];
-static thread_local u32 rank;
+static u32 rank;
 static int cluster_size = 1;
 namespace packed { unsigned char memory[1]; }
 
-// What each thread waits for, for the message of a run that stops.
+// What each thread waits for.
 struct Waiting {
-    const char* volatile what;
-    volatile u32 at, parity;
+    const char* what;
+    u32 at, parity;
 };
 static Waiting all_waiting[MOST_CLUSTER][1024];
 #define waiting all_waiting[rank]
@@ -91,29 +84,84 @@ template <class T> static T& shared(u32 at) { return *(T*)bytes_at(at, sizeof(T)
 static u32 permuted(u32 at) { return at ^ (at >> 7 & 7) << 4; }
 static u32 shared_address(const void*) { return FIRST + 16; }
 
+// ---- turns -------------------------------------------------------------------------------------
+
+constexpr int STACK = 1 << 17;
+struct Copy {
+    u32 to, bytes;
+    char value[16];
+};
+struct Thread {
+    std::unique_ptr<char[]> stack{new char[STACK]};
+    ucontext_t context;
+    std::function<bool()> ready;  // whether what it waits for has happened; empty: it need not wait
+    bool ended, met;              // met: its cluster
+    std::vector<std::vector<Copy>> copies;
+    std::vector<Copy> copies_now;
+};
+static std::vector<Thread> threads;
+static ucontext_t between_turns;
+static std::function<void()> body;
+
+static Thread& mine() { return threads[rank * blockDim.x + threadIdx.x]; }
+static void run_body() {
+    body();
+    mine().ended = true;
+    swapcontext(&mine().context, &between_turns);
+}
+// The turns of others until `ready`.
+template <class Ready> static void wait_until(const Waiting& why, Ready ready) {
+    if (ready()) return;
+    waiting[threadIdx.x] = why;
+    mine().ready = ready;
+    swapcontext(&mine().context, &between_turns);
+}
+static bool takes_turn(int n) {
+    Thread& t = threads[n];
+    rank = n / blockDim.x, threadIdx.x = n % blockDim.x;
+    if (t.ended || (t.ready && !t.ready())) return false;
+    t.ready = nullptr;
+    waiting[threadIdx.x].what = nullptr;
+    swapcontext(&between_turns, &t.context);
+    return true;
+}
+// A cluster of programs, from number `first` on. Each round of turns begins with a thread drawn at
+// random and goes up or down.
+static void run_cluster(int first, const std::function<void()>& kernel) {
+    const int count = cluster_size * blockDim.x;
+    static std::minstd_rand draw;
+    threads = std::vector<Thread>(count);
+    body = kernel;
+    for (Thread& t : threads) {
+        t.ended = t.met = false;
+        getcontext(&t.context);
+        t.context.uc_stack.ss_sp = t.stack.get(), t.context.uc_stack.ss_size = STACK;
+        makecontext(&t.context, run_body, 0);
+    }
+    for (bool some = true; some;) {
+        const int from = draw() % count, step = draw() % 2 ? 1 : count - 1;
+        some = false;
+        for (int i = 0, n = from; i < count; i++, n = (n + step) % count) {
+            blockIdx.x = first + n / blockDim.x;
+            some |= takes_turn(n);
+        }
+    }
+    for (int n = 0; n < count; n++)
+        if (!threads[n].ended) {
+            rank = n / blockDim.x, threadIdx.x = n % blockDim.x, blockIdx.x = first + rank;
+            stop(waiting[threadIdx.x].what, waiting[threadIdx.x].at);
+        }
+}
+
 // ---- threads meet ------------------------------------------------------------------------------
 
-constexpr auto LONGEST = std::chrono::seconds(30);
-
 struct Meeting {
-    std::mutex lock;
-    std::condition_variable changed;
     int here = 0;
     u64 round = 0;
     void wait(int all, const char* what, u32 id) {
-        waiting[threadIdx.x] = {what, id, 0};
-        meet(all, what, id);
-        waiting[threadIdx.x].what = nullptr;
-    }
-    void meet(int all, const char* what, u32 id) {
-        std::unique_lock<std::mutex> held(lock);
-        const u64 mine = round;
-        if (++here == all) {
-            here = 0, round++;
-            changed.notify_all();
-        } else if (!changed.wait_for(held, LONGEST, [&] { return round != mine; })) {
-            stop(what, id);
-        }
+        const u64 before = round;
+        if (++here == all) here = 0, round++;
+        else wait_until({what, id, 0}, [this, before] { return round != before; });
     }
 };
 struct Meetings {
@@ -131,17 +179,12 @@ DEVICE void group_barrier(int id, int threads) {
 }
 DEVICE u32 cluster_rank() { return rank; }
 // Once in a kernel; clusters run one after the other.
-static std::atomic<long> arrived;
-static thread_local bool met;
+static long arrived;
 DEVICE void cluster_arrive() { arrived++; }
 DEVICE void cluster_wait() {
     const long all = (blockIdx.x / cluster_size + 1l) * cluster_size * blockDim.x;
-    const auto start = std::chrono::steady_clock::now();
-    while (arrived < all) {
-        if (std::chrono::steady_clock::now() - start > LONGEST) stop("a cluster does not meet", 0);
-        std::this_thread::yield();
-    }
-    met = true;
+    wait_until({"a cluster does not meet", 0, 0}, [all] { return arrived >= all; });
+    mine().met = true;
 }
 template <class T> static T __shfl_sync(u32, T v, int from) {
     const int warp = threadIdx.x / 32;
@@ -164,18 +207,14 @@ DEVICE u32 __funnelshift_r(u32 low, u32 high, u32 n) {
 }
 
 struct Barrier {
-    std::mutex lock;
-    std::condition_variable changed;
     int arrivals = 0, wanted = 0;
     long bytes = 0;
     u64 round = 0;
     void step(int arrived, long more) {
-        std::lock_guard<std::mutex> held(lock);
         wanted -= arrived, bytes += more;
         if (wanted < 0) stop("too many arrivals", (u32)-wanted);
         if (wanted || bytes) return;
         wanted = arrivals, round++;
-        changed.notify_all();
     }
 };
 static Barrier barriers[MOST_CLUSTER][(FIRST + BYTES) / 8];
@@ -202,11 +241,7 @@ DEVICE void warp_arrives(u32 at) {
 DEVICE void barrier_expect(u32 at, int bytes) { barrier_at(at).step(1, bytes); }
 DEVICE void barrier_wait(u32 at, u32 parity) {
     Barrier& b = barrier_at(at);
-    waiting[threadIdx.x] = {"an endless wait at", at, parity};
-    std::unique_lock<std::mutex> held(b.lock);
-    if (!b.changed.wait_for(held, LONGEST, [&] { return (b.round & 1) != parity; }))
-        stop("an endless wait at", at);
-    waiting[threadIdx.x].what = nullptr;
+    wait_until({"an endless wait at", at, parity}, [&b, parity] { return (b.round & 1) != parity; });
 }
 DEVICE void barriers_ready() {}
 DEVICE void publish() {}
@@ -250,12 +285,6 @@ DEVICE void store_box(const TensorMap* m, u32 from, const int (&c)[5]) {
 DEVICE void stores_commit() {}
 template <int LEFT> DEVICE void stores_wait_read() {}
 
-struct Copy {
-    u32 to, bytes;
-    char value[16];
-};
-static thread_local std::vector<std::vector<Copy>> copies;
-static thread_local std::vector<Copy> copies_now;
 static const char *copied_from, *copied_to;  // the tensor that threads copy
 template <int N>
 DEVICE void copy_ahead(u32 to, const void* from, int there) {
@@ -264,7 +293,7 @@ DEVICE void copy_ahead(u32 to, const void* from, int there) {
     if (there && (from < copied_from || (const char*)from + there > copied_to))
         stop("a copy from outside to", to);
     std::memcpy(c.value, from, there);
-    copies_now.push_back(c);
+    mine().copies_now.push_back(c);
 }
 DEVICE void copy_run(u32 to, const void* from, int bytes, u32 full) {
     if ((u64)from % 16 || bytes % 16) stop("an unaligned copy to", to);
@@ -273,10 +302,11 @@ DEVICE void copy_run(u32 to, const void* from, int bytes, u32 full) {
     barrier_at(full).step(0, -bytes);
 }
 DEVICE void copies_commit() {
-    copies.push_back(copies_now);
-    copies_now.clear();
+    mine().copies.push_back(std::move(mine().copies_now));
+    mine().copies_now.clear();
 }
 template <int LEFT> DEVICE void copies_wait() {
+    std::vector<std::vector<Copy>>& copies = mine().copies;
     while (copies.size() > LEFT) {
         for (const Copy& c : copies.front()) std::memcpy(bytes_at(c.to, c.bytes, c.bytes), c.value, c.bytes);
         copies.erase(copies.begin());
@@ -312,17 +342,31 @@ static float element(u64 descriptor, int row, int k) {
     if constexpr (KIND == 't') return shared<float>(at);
     else return KIND == 'b' ? onchip::from_bf16(shared<u16>(at)) : onchip::from_fp16(shared<u16>(at));
 }
-// This thread's sums of 64 rows by 2 * HALF columns, 32 bytes deep.
+// This thread's sums of its two of 64 rows by 2 * HALF columns, 32 bytes deep; `seen`: what the
+// tensor cores see of a word. Each element is read once.
+template <char KIND, int HALF, int DEEP, class Seen>
+static void multiply_rows(float (&d)[HALF], const float (&rows)[2][DEEP], u64 b, u32 add, Seen seen) {
+    for (int group = 0; group < HALF / 4; group++)
+        for (int e = 0; e < 2; e++) {
+            float column[DEEP];
+            for (int k = 0; k < DEEP; k++)
+                column[k] = seen(element<KIND>(b, 8 * group + 2 * (threadIdx.x % 4) + e, k));
+            for (int r = 0; r < 2; r++) {
+                float& to = d[4 * group + 2 * r + e];
+                float sum = add ? to : 0.f;
+                for (int k = 0; k < DEEP; k++) sum += rows[r][k] * column[k];
+                to = sum;
+            }
+        }
+}
 template <char KIND, int HALF, bool INNER>
 static void multiply_here(float (&d)[HALF], u64 a, u64 b, u32 add) {
     constexpr int DEEP = KIND == 't' ? 8 : 16;
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    for (int i = 0; i < HALF; i++) {
-        const int row = 16 * warp + 8 * (i / 2 % 2) + lane / 4, column = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
-        float sum = add ? d[i] : 0.f;
-        for (int k = 0; k < DEEP; k++) sum += element<KIND, INNER>(a, row, k) * element<KIND>(b, column, k);
-        d[i] = sum;
-    }
+    const int row = 16 * (threadIdx.x / 32 % 4) + threadIdx.x % 32 / 4;
+    float rows[2][DEEP];
+    for (int r = 0; r < 2; r++)
+        for (int k = 0; k < DEEP; k++) rows[r][k] = element<KIND, INNER>(a, row + 8 * r, k);
+    multiply_rows<KIND>(d, rows, b, add, [](float x) { return x; });
 }
 // The same, 64 rows from registers (PTX ISA, wgmma, fragments of .m64k8 and .m64k16). Of words of
 // TF32 the low 13 bits are nothing.
@@ -339,15 +383,9 @@ static void multiply_held(float (&d)[HALF], const u32 (&a)[4], u64 b, u32 add) {
             if constexpr (KIND == 't') *to = truncated(word);
             else for (int e = 0; e < 2; e++) to[e] = KIND == 'b' ? onchip::from_bf16(word >> 16 * e) : onchip::from_fp16(word >> 16 * e);
         }
-    for (int i = 0; i < HALF; i++) {
-        const int column = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
-        float sum = add ? d[i] : 0.f;
-        for (int k = 0; k < DEEP; k++) {
-            const float x = element<KIND>(b, column, k);
-            sum += rows[i / 2 % 2][k] * (KIND == 't' ? truncated(__float_as_uint(x)) : x);
-        }
-        d[i] = sum;
-    }
+    multiply_rows<KIND>(d, rows, b, add, [](float x) {
+        return KIND == 't' ? truncated(__float_as_uint(x)) : x;
+    });
 }
 DEVICE void here(float&) {}
 DEVICE void here(u32&) {}
@@ -418,33 +456,22 @@ struct Sent {
     u32 there, full;
     float4 value;
 };
-static std::mutex sending;
 static std::vector<Sent> sent[MOST_CLUSTER];
 DEVICE void send_four(u32 there, u32 full, float a, float b, float c, float d) {
-    if (!met) stop("sent to a program that may not have started, at", there);
+    if (!mine().met) stop("sent to a program that may not have started, at", there);
     if (there >> PROGRAM != full >> PROGRAM) stop("a barrier of another program than its bytes' at", full);
-    std::lock_guard<std::mutex> held(sending);
     sent[(there >> PROGRAM) - 1].push_back({there, full, {a, b, c, d}});
 }
 DEVICE void barrier_acquire(u32 at, u32 parity) {
     Barrier& b = barrier_at(at);
-    const auto start = std::chrono::steady_clock::now();
-    for (;;) {
-        {
-            std::lock_guard<std::mutex> held(sending);
-            for (const Sent& s : sent[rank]) {
-                std::memcpy(bytes_at(s.there, 16, 16), &s.value, 16);
-                barrier_at(s.full).step(0, -16);
-            }
-            sent[rank].clear();
+    wait_until({"an endless wait for what is sent at", at, parity}, [&b, parity] {
+        for (const Sent& s : sent[rank]) {
+            std::memcpy(bytes_at(s.there, 16, 16), &s.value, 16);
+            barrier_at(s.full).step(0, -16);
         }
-        {
-            std::lock_guard<std::mutex> held(b.lock);
-            if ((b.round & 1) != parity) return;
-        }
-        if (std::chrono::steady_clock::now() - start > LONGEST) stop("an endless wait for what is sent at", at);
-        std::this_thread::yield();
-    }
+        sent[rank].clear();
+        return (b.round & 1) != parity;
+    });
 }
 
 // ---- element types -----------------------------------------------------------------------------
