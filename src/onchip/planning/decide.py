@@ -288,8 +288,8 @@ class Decider:
         whole, split = found.best_us
         if before is not None and before.split_us is not None and before.split_us <= split:
             return before
-        kind, times = c.verdict.kind, {"split_us": split}
-        times[f"{kind}_us"] = whole  # measured again, side by side with the parts
+        kind = c.verdict.kind
+        times = {"split_us": split, f"{kind}_us": whole}  # measured again, side by side
         v = replace(c.verdict, cut=cut.first, split_ratio=found.ratio, whole=kind, **times)
         return replace(v, kind="split") if found.slower else v
 
@@ -324,9 +324,8 @@ class Decider:
             if (cut := undone(c.unit.group, c.unit.region)) is not None and c.best_us:
                 out.append((c, [cut]))
                 continue
-            cuts: list[Cut] = []
-            if not self._late and (cut := self._engine_cut(c.unit)) is not None:
-                cuts.append(cut)
+            cut = None if self._late else self._engine_cut(c.unit)
+            cuts = [cut] if cut is not None else []
             gain = 0.0 if self._late else self._gain(c) * counts[k]
             if gain > 0 and gain >= LEAST_OF_PROGRAM * total:
                 cuts += self._promising(c)
