@@ -212,7 +212,6 @@ OPERANDS = {
     "two residuals": (lambda y, r, s: (y + r) * s, [Y, Y]),
     "taken from": (lambda y, r: r - y, [Y]),
     "a value a channel": (lambda y, c: y * c, [(16, 1, 1)]),
-    "a gate a picture": (lambda y, g: y * torch.sigmoid(y) * g, [(2, 16, 1, 1)]),
     "a row": (lambda y, r: y + r, [(6,)]),
     "one number": (lambda y, s: y * s, [(1,)]),
 }
@@ -227,6 +226,15 @@ def test_other_operands(name):
 def test_operands_of_signals_and_volumes():
     check(Follow(nn.Conv1d(8, 8, 3, padding=1), lambda y, g: y * g), (2, 8, 9), (8, 1))
     check(Follow(nn.Conv3d(8, 8, 1), lambda y, g: y + g), (2, 8, 3, 4, 5), (1, 8, 1, 1, 1))
+
+
+def test_a_value_of_each_picture_and_channel_is_refused():
+    """cuDNN 9.19 computes it wrong on an H200."""
+    model = Follow(nn.Conv2d(16, 16, 3, padding=1), lambda y, g: y * g)
+    whole = Whole(model, laid(torch.randn(Y)), torch.randn(2, 16, 1, 1))
+    assert isinstance(whole.form, Refusal)
+    assert whole.form.rule is Rule.CUDNN_FORM
+    assert "of each picture, which cuDNN computes wrong" in whole.form.text
 
 
 def test_a_clipped_relu_does_not_stand_right_behind_a_bias():

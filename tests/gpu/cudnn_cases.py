@@ -59,7 +59,6 @@ CASES = {
     "relu6": Case(wide, F.relu6),
     "leaky": Case(wide, lambda y: F.leaky_relu(y, 0.1)),
     "numbers": Case(wide, lambda y: (y * 0.5 + 1).clamp(-1, 2) / 3),
-    "gate": Case(wide, lambda y, g: y * torch.sigmoid(y) * g, (Y, (8, 64, 1, 1))),
     "fp16": Case(wide, F.relu, (Y,), FP16),
     "fp32": Case(wide, F.relu, (Y,), FP32),
     "fp32, residual": Case(wide, lambda y, r: F.relu(y + r), (Y, Y), FP32),

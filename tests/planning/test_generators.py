@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from onchip.backends.library import aten
 from onchip.backends.nvidia.source import Workspace
 from onchip.capture import capture
 from onchip.errors import CompilerError, DeviceError, InputError
@@ -209,6 +210,25 @@ def test_a_convolution_that_the_library_computes_in_float32_is_as_exact():
     region.nodes[-1].results[0].tag[EXACT] = True
     assert precisions(region, (False, True)) == ("tf32x3",)
     assert signature(region, {}, frozenset()) != before  # another verdict
+
+
+def test_such_a_convolution_is_float32_in_any_layout(monkeypatch):
+    def conv2d(x, *_):
+        flags.append(tf32_allowed()[1])
+        if x is None:
+            raise RuntimeError("no memory")
+        return x
+
+    flags: list[bool] = []
+    (node,) = CONVOLUTION().nodes
+    monkeypatch.setattr(aten, "overload", lambda target: conv2d)
+    assert aten.operator(node)(1) == 1
+    node.results[0].tag[EXACT] = True
+    assert aten.operator(node)(2) == 2
+    with pytest.raises(RuntimeError):
+        aten.operator(node)(None)
+    assert flags == [True, False, False]
+    assert tf32_allowed() == (False, True)
 
 
 @needs_triton

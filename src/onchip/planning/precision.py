@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from onchip.backends.library import aten
@@ -65,23 +62,13 @@ def _rounds(call: LibraryCall, inputs: tuple[Tensor, ...], device: torch.device)
         held = torch.empty(extent(t.shape, captured_strides(t)), device=device)
         values[t] = held.normal_(generator=generator).as_strided(t.shape, captured_strides(t))
     try:
-        with _convolutions("tf32"):
+        with aten.convolutions("tf32"):
             (allowed,) = aten.call(call, values)
-        with _convolutions("ieee"):
+        with aten.convolutions("ieee"):
             (exact,) = aten.call(call, values)
         return bool((allowed - exact).norm() > TF32_SEEN * exact.norm())
     except torch.cuda.OutOfMemoryError:
         return True  # nobody will miss what PyTorch could not compute either
-
-
-@contextmanager
-def _convolutions(precision: str) -> Iterator[None]:
-    before = torch._C._get_fp32_precision_getter("cuda", "conv")
-    torch._C._set_fp32_precision_setter("cuda", "conv", precision)
-    try:
-        yield
-    finally:
-        torch._C._set_fp32_precision_setter("cuda", "conv", before)
 
 
 def has_float32_product(region: Region) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 
+from onchip.backends.library import aten
 from onchip.backends.nvidia.launcher import early_starts
 from onchip.capture import schema
 from onchip.capture.captured import Captured, Result
@@ -215,7 +216,7 @@ class Writer:
 
     def library(self, step: LibraryStep) -> None:
         node = step.node
-        op = self.constant(schema.overload(node.call.target))
+        op = self.constant(aten.operator(node))
         args = [self.value(a) for a in node.call.args]
         args += [f"{k}={self.value(v)}" for k, v in node.call.kwargs.items()]
         call = f"{op}({', '.join(args)})"

@@ -50,6 +50,11 @@ class Plan:
 
     backend = "cudnn"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For a child process: what it has loaded stays here."""
+        known = (self.path, self.stored, self.name, self.workspace, self.pointers)
+        return Plan, (*known, self.seconds, self.reused)
+
     def launcher(self, device: int) -> PlanLauncher:
         """What runs it on the GPU of that index, loaded when it is first asked for. DeviceError if
         cuDNN can't load it."""
