@@ -59,7 +59,7 @@ FAULTS = {
         "rewriting:Facts.source", "self.users.get(t) == [reader]", "True",
         stays(rules.test_means_that_stay, 10)),
     "more work than before": (
-        "rewriting:pays", "flops[1] < share * flops[0]", "True",
+        "rewriting:pays", "flops[1] >= share * flops[0]", "False",
         stays(rules.test_means_that_stay, 5)),
     "a sum has one constant": (
         "means:_past", "r.count if sums", "1 if sums",

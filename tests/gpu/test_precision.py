@@ -20,8 +20,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here"),
 ]
 
-# What float32 additions in another order may do to a sum of 600 products.
-ADDITIONS = 3e-6
+# Of operands that are rounded to the nearest: what float32 additions in another order do (Triton's
+# kernels: below 3e-6), and the copy engine's own rounding (9e-6). Cut off they give 2e-4.
+ROUNDED = 2e-5
 
 
 def relative(x: torch.Tensor, exact: torch.Tensor) -> float:
@@ -44,7 +45,7 @@ def test_operands_are_rounded_not_cut(generator: Literal["triton", "cuda"], last
     assert relative(got, exact) < 2 * relative(eager, exact)
     if not program.sources:
         pytest.skip("the library's convolution is faster here")
-    assert relative(got, rounded.relu()) < ADDITIONS
+    assert relative(got, rounded.relu()) < ROUNDED
 
 
 @pytest.mark.parametrize("channels", [3, 8, 16])

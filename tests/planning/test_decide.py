@@ -16,8 +16,7 @@ from onchip.fusion.partition import Partitioner
 from onchip.fusion.region import region_of
 from onchip.planning import decide, planner
 from onchip.planning.assess import Compiled, Outcome
-from onchip.planning.cut import Cut, cheapest_cut, may_gain, promising_cuts
-from onchip.planning.decide import launches
+from onchip.planning.cut import Cut, cheapest_cut, launches, may_gain, promising_cuts
 from onchip.planning.intervals import Comparison, words
 from onchip.planning.library import onednn_steps, run_of
 from onchip.planning.plan import CallStep, KernelStep, LibraryStep

@@ -19,7 +19,7 @@ from onchip.fusion.layout import choose_layouts
 from onchip.fusion.machine import GPUS
 from onchip.fusion.partition import Partitioner
 from onchip.planning.candidates import Context
-from onchip.planning.decide import launches
+from onchip.planning.cut import launches
 from onchip.planning.engine_cut import MOST_ASKED, engine_cut
 from onchip.planning.generators.cuda import for_gpu
 

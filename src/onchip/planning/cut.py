@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from onchip.analysis.kind import Kind, node_kind
+from onchip.capture.schema import is_view
 from onchip.fusion.partition import Group
 from onchip.fusion.region import Region
 from onchip.ir.expr import Tensor
@@ -173,3 +174,8 @@ def may_gain(
     if 0 < FAR_FROM_PREDICTED * parts_us < best:
         gain = max(gain, best - parts_us)
     return gain if gain >= LEAST_SHARE * best else 0.0
+
+
+def launches(node: Node) -> bool:
+    """Whether the library starts a kernel for it."""
+    return not is_view(node.call.target)

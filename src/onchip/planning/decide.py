@@ -14,9 +14,7 @@ from onchip.analysis.cost import Pricer
 from onchip.analysis.roofline import Ceilings
 from onchip.analysis.traffic import Ledger
 from onchip.capture.captured import Captured
-from onchip.capture.schema import is_view
 from onchip.fusion.partition import Group, Partitioner
-from onchip.ir.graph import Node
 from onchip.planning import machine
 from onchip.planning.building import BUILD_SHARE, build_within
 from onchip.planning.candidates import Context, completed
@@ -28,6 +26,7 @@ from onchip.planning.cut import (
     MOST_TRIED,
     Cut,
     cheapest_cut,
+    launches,
     may_gain,
     promising_cuts,
     undone,
@@ -39,6 +38,7 @@ from onchip.planning.isolation import Isolation
 from onchip.planning.library import Step as LibraryForm
 from onchip.planning.library import onednn_steps
 from onchip.planning.pool import price_of, ranked_cuts
+from onchip.planning.precision import has_product
 from onchip.planning.records import about_to_measure
 from onchip.planning.relayout import relayout_cut
 from onchip.planning.relayout_results import results_cut
@@ -294,9 +294,10 @@ class Decider:
         return replace(v, kind="split") if found.slower else v
 
     def _most_for(self, cut: Sequence[Choice]) -> int:
-        """Kernels worth compiling for the parts beyond one of each kind: none for parts of what a
-        kernel was found for, but groups that had been joined are the program's own."""
-        return self.most if any(c.unit.group.joined for c in cut) else 0
+        """Kernels worth compiling for the parts beyond one of each kind: none where one was found
+        for the whole, but of joined groups and of a GPU's products (whose favourite may spill)."""
+        product = self.device.type == "cuda" and any(has_product(c.unit.region) for c in cut)
+        return self.most if product or any(c.unit.group.joined for c in cut) else 0
 
     @property
     def _late(self) -> bool:
@@ -388,10 +389,6 @@ def _ceilings(device: str, threads: int) -> Ceilings:
 
 def _cut_won(c: Choice, verdicts: dict[str, Verdict]) -> bool:
     return c.unit.key in verdicts and verdicts[c.unit.key].kind == "split"
-
-
-def launches(node: Node) -> bool:
-    return not is_view(node.call.target)
 
 
 def _all(runs: Sequence[Callable[[], object]]) -> None:
