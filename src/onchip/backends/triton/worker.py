@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -70,4 +71,5 @@ def parameters(ptx: str, name: str) -> int:
 
 
 if __name__ == "__main__":
+    sys.dont_write_bytecode = True  # beside kernels in the cache
     serve(compile_kernel)
