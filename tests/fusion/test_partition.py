@@ -1,19 +1,26 @@
 """Merging: the short cut for operators in step decides what staging the whole region decides. A
 long chain is cut where a kernel would be too large, and is not staged again for each operator."""
 
+from math import prod
+
 import pytest
 import torch
 
+from onchip.backends.cpp.run import region_for
 from onchip.capture import capture
 from onchip.capture.cleanup import constant_tensors
 from onchip.fusion import partition
-from onchip.fusion.layout import choose_layouts
+from onchip.fusion.layout import choose_layouts, contiguous
 from onchip.fusion.machine import Machine
 from onchip.fusion.partition import SIZE_LIMIT, Partitioner, region_root
 from onchip.fusion.phases import nest_root, nests_for
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.fusion.region import region_of
 from onchip.fusion.staging import stage
+from onchip.fusion.tiling import SCRATCH_BUDGET, single_nests
+from onchip.ir.dtype import DType
+from onchip.ir.expr import given
+from onchip.ops.registry import OPERATORS
 
 MACHINE = Machine(2, 16)
 
@@ -196,3 +203,23 @@ def test_what_was_between_two_operators_may_be_merged_first():
     assert [n.op for n in group.nodes] == ["exp", "sigmoid", "mul"]
     names = {(a.op, b.op): r.rule for (a, b), r in p.refusals.items()}
     assert names == {("exp", "sigmoid"): Rule.SCRATCH}
+
+
+def test_a_chain_of_many_intermediates_has_tiles_that_fit_the_cache() -> None:
+    """Sixteen values are alive at once, of 16,384 elements each they would need a megabyte."""
+    x, y = given((16, 64, 56, 56), DType.F32, "x"), given((16, 64, 56, 56), DType.F32, "y")
+    values = [OPERATORS["aten.tanh.default"](x), y]
+    for step in range(1, 64):
+        last, back = values[-1], values[max(0, step - 15)]
+        if step % 2:
+            values.append(OPERATORS["aten.sub.Tensor"](last, back))
+        else:
+            values.append(OPERATORS["aten.tanh.default"](last))
+    region = region_for([values[-1]], [x, y])
+    staged = stage(region)
+    assert not isinstance(staged, Refusal)
+    strides = {t: contiguous(t.shape) for t in (*region.inputs, *region.tensors)}
+    nests = single_nests(staged, strides, Machine(2, 8))
+    assert not isinstance(nests, Refusal)
+    assert nests[0].scratch_bytes <= SCRATCH_BUDGET
+    assert prod(nests[0].tile) >= 1000

@@ -26,6 +26,8 @@ T = TypeVar("T")
 SCRATCH_BUDGET = 768 * 1024
 # A pass over this many elements takes a few microseconds: about what handing out a tile costs.
 POINTWISE_TILE = 16384
+# A long chain with many intermediates has room for so many elements of each.
+SHORTER_TILES = (4096, 1024)
 # A fold of this many elements whose results lie side by side is bound by memory: it walks rows.
 LONG = 64
 # Computing an intermediate more than this often is not fusion but waste.
@@ -227,9 +229,13 @@ def _tiles(
     if any(_is_product(s) for s in staged):
         best = product_tiles(staged, root, whole, machine)
     else:
-        best = [_pointwise_tile(extents, whole, machine, staged, strides)]
+        best = [_pointwise_tile(extents, whole, machine, staged, strides, POINTWISE_TILE)]
         if prod(extents) * fold_length(staged) <= 4 * POINTWISE_TILE:
             best.append(everything)  # too little work to hand out in pieces
+        shorter = [
+            _pointwise_tile(extents, whole, machine, staged, strides, n) for n in SHORTER_TILES
+        ]
+        return [list(dict.fromkeys(best)), *([t] for t in shorter), [smallest, everything]]
     return [list(dict.fromkeys(best)), [smallest, everything]]
 
 
@@ -276,10 +282,11 @@ def _pointwise_tile(
     machine: Machine,
     staged: tuple[Staged, ...],
     strides: dict[Tensor, Strides],
+    most: int,
 ) -> tuple[int, ...]:
-    """Grow the tile from the innermost axis outwards to a few thousand elements; long folds
-    whose results lie side by side in memory walk rows of COLUMNS elements at least."""
-    target = max(POINTWISE_TILE // fold_length(staged), 1)
+    """Grow the tile from the innermost axis outwards to `most` elements; long folds whose results
+    lie side by side in memory walk rows of COLUMNS elements at least."""
+    target = max(most // fold_length(staged), 1)
     total = prod(extents)
     target = max(min(target, ceil(total / (4 * machine.threads))), 1)
     long = [r for s in staged for r in reduces(s.body) if fold_elements(r) >= LONG]
