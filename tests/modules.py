@@ -22,6 +22,17 @@ class Fn(nn.Module):
         return self.f(self, *a, **k)
 
 
+class Follow(nn.Module):
+    """A layer and a function of its result (and of the other inputs)."""
+
+    def __init__(self, layer, f):
+        super().__init__()
+        self.layer, self.f = layer, f
+
+    def forward(self, x, *others):
+        return self.f(self.layer(x), *others)
+
+
 def same(a, b):
     """Equal in every bit but the sign of zero and the kind of NaN."""
     torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)

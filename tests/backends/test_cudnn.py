@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.backends import cudnn_child
+from tests.modules import Follow
 from torch import nn
 
 from onchip.backends.cudnn import build
@@ -39,17 +40,6 @@ def _no_grad():
     torch.manual_seed(0)
     with torch.no_grad():
         yield
-
-
-class Follow(nn.Module):
-    """A layer and a function of its result (and of the other inputs)."""
-
-    def __init__(self, layer, f):
-        super().__init__()
-        self.layer, self.f = layer, f
-
-    def forward(self, x, *others):
-        return self.f(self.layer(x), *others)
 
 
 class Whole:

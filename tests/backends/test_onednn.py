@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.modules import Follow
 from tests.runtime.library import compile_library
 from torch import nn
 
@@ -56,17 +57,6 @@ def check(model, *inputs, fused, tolerance=1e-5):
     error = (got.double() - want).norm() / want.norm()
     assert error < tolerance
     return program
-
-
-class Follow(nn.Module):
-    """A layer and a function of its result (and of the other inputs)."""
-
-    def __init__(self, layer, f):
-        super().__init__()
-        self.layer, self.f = layer, f
-
-    def forward(self, x, *others):
-        return self.f(self.layer(x), *others)
 
 
 POST = {

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from tests.backends.test_cudnn import Follow, Whole, laid
+from tests.backends.test_cudnn import Whole, laid
+from tests.modules import Follow
 from torch import nn
 
 from onchip.backends.cudnn.build import Plan

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.backends.test_cudnn import Follow
 from tests.gpu.cudnn_cases import CASES, TOLERANCE, Nothing, Ready, inputs_of, ready, wide
+from tests.modules import Follow
 
 import onchip
 from onchip.backends.cudnn.build import Plan

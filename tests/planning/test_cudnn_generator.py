@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.backends.test_cudnn import Follow, Whole, Y, laid
+from tests.backends.test_cudnn import Whole, Y, laid
+from tests.modules import Follow
 from torch import nn
 
 from onchip.backends.cudnn import build
@@ -22,8 +23,8 @@ from onchip.errors import CompilerError
 from onchip.fusion.layout import channels_last
 from onchip.fusion.refusal import Refusal, Rule
 from onchip.planning.candidates import Context, completed
-from onchip.planning.generators import cudnn
-from onchip.planning.generators.cudnn import NoVariant, Variant, WithCudnn
+from onchip.planning.generators import NoVariant, cudnn
+from onchip.planning.generators.cudnn import Variant, WithCudnn
 from onchip.planning.library import planted
 from onchip.planning.timing import HOST
 from onchip.planning.tuner import tune

@@ -188,6 +188,7 @@ def _checked(
 ) -> Iterator[tuple[int, Callable[[], object]]]:
     """The candidates that write eager's values, ready to run; why not, for the others."""
     derived: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    odd: tuple[Values, Values] | None = None
     for i, c in candidates.items():
         k = kernels[i]
         if isinstance(k, CompilerError):
@@ -208,8 +209,8 @@ def _checked(
         trial = Trial.of(c, k, values, derived[key])
         problem = check(trial, values)
         if c.foreign and not problem:
-            odd, expected = _odd(c.region, constants, values)
-            problem = check(Trial.of(c, k, odd, derived[key]), expected)
+            odd = odd or _odd(c.region, constants, values)
+            problem = check(Trial.of(c, k, odd[0], derived[key]), odd[1])
             problem = f"with NaN and infinities among the inputs: {problem}" if problem else ""
         if problem:
             refused.append((c.choice, str(Refusal(Rule.WRONG, c.region.name, problem))))

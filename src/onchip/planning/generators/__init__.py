@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +30,25 @@ class Built(Protocol):
 
 
 Failure = CompilerError | Refusal
+
+# Variants of a generator that come before the first of what stands beside it: its favourites.
+LEADING = 2
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class NoVariant:
+    """Stands for the variants of a backend that has none, so that the reason is kept."""
+
+    refusal: Refusal
+    label: str
+
+
+def in_turn(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
+    """The first ones' favourites, then one of the second ones and one of the first in turn."""
+    out, rest = [*first[:LEADING]], first[LEADING:]
+    for n in range(max(len(rest), len(second))):
+        out += [*second[n : n + 1], *rest[n : n + 1]]
+    return out
 
 
 class Generator(Protocol):

@@ -22,13 +22,10 @@ from onchip.fusion.region import Region
 from onchip.ir.expr import Tensor
 from onchip.planning.candidates import Candidate, Context, Strides, comment_of
 from onchip.planning.derive import derived_tensor
-from onchip.planning.generators import triton
+from onchip.planning.generators import NoVariant, in_turn, triton
 from onchip.planning.generators.triton import DeviceKernel, TritonGenerator
 from onchip.planning.machine import driver_version
 from onchip.planning.precision import has_float32_product, has_product, precisions
-
-# Variants of the engine that come before the first of Triton's: its model's favourites.
-LEADING = 2
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -43,15 +40,6 @@ class Variant:
     @property
     def label(self) -> str:
         return f"engine, {self.config.label}" + f", {self.precision}" * bool(self.precision)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class NoVariant:
-    """Stands for the engine's variants where it has none, so that the reason is kept."""
-
-    refusal: Refusal
-
-    label = "engine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +112,10 @@ class CudaGenerator:
         if isinstance(mine, Refusal):
             if isinstance(others, Refusal) or not has_product(region):
                 return others
-            return [NoVariant(mine), *others]
+            return [NoVariant(mine, "engine"), *others]
         if isinstance(others, Refusal):
             return mine
-        return _in_turn(mine, others)
+        return in_turn(mine, others)
 
     def _ways(
         self, region: Region, strides: dict[Tensor, Strides], constants: frozenset[Tensor]
@@ -245,15 +233,6 @@ def _missing() -> str:
     except CompilerError:
         return "the cuda-bindings package, or NVRTC, is not installed"
     return ""
-
-
-def _in_turn(mine: list[Variant], others: Sequence[triton.Variant]) -> list:
-    """The engine's favourites, then one of Triton's and one of the engine's in turn."""
-    out: list[Variant | triton.Variant] = [*mine[:LEADING]]
-    rest = mine[LEADING:]
-    for n in range(max(len(rest), len(others))):
-        out += [*others[n : n + 1], *rest[n : n + 1]]
-    return out
 
 
 # ---- which GPU -----------------------------------------------------------------------------------

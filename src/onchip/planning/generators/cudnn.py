@@ -20,13 +20,12 @@ from onchip.fusion.region import Region
 from onchip.ir.expr import Tensor
 from onchip.planning.candidates import Candidate, Context, Strides, comment_of
 from onchip.planning.derive import derived_tensor
-from onchip.planning.generators import Built, Failure, Generator
+from onchip.planning.generators import Built, Failure, Generator, NoVariant, in_turn
 from onchip.planning.generators.triton import DeviceKernel, with_index
 from onchip.planning.plan import Derived, Kernel
 from onchip.planning.precision import has_float32_product, precisions, tf32_allowed
 
 MOST_PLANS = 3  # of one region
-LEADING = 2  # variants of the other generator that come before the first plan
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -39,15 +38,6 @@ class Variant:
     @property
     def label(self) -> str:
         return f"cuDNN, plan {self.place}"
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class NoVariant:
-    """Stands for plans where there are none, so that the reason is kept."""
-
-    refusal: Refusal
-
-    label = "cuDNN"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +99,11 @@ class WithCudnn:
             case None:
                 return others
             case Refusal():
-                return others if isinstance(others, Refusal) else [*others, NoVariant(form)]
-        mine = [Variant(form, n) for n in range(MOST_PLANS)]
-        return mine if isinstance(others, Refusal) else _in_turn(others, mine)
+                return (
+                    others if isinstance(others, Refusal) else [*others, NoVariant(form, "cuDNN")]
+                )
+        plans = [Variant(form, n) for n in range(MOST_PLANS)]
+        return plans if isinstance(others, Refusal) else in_turn(others, plans)
 
     def _form(self, region: Region, context: Context) -> Form | Refusal | None:
         form = form_of(region, context.strides, context.constants)
@@ -181,14 +173,6 @@ class WithCudnn:
 def _number(x: float, device: torch.device) -> Derived:
     """One float32 in memory."""
     return Derived(f"{x!r} for cuDNN", (), lambda _: torch.full((1,), x, device=device))
-
-
-def _in_turn(others: Sequence[Any], mine: Sequence[Variant]) -> list[Any]:
-    """The other generator's favourites, then a plan and one of the other's in turn."""
-    out, rest = [*others[:LEADING]], others[LEADING:]
-    for n in range(max(len(rest), len(mine))):
-        out += [*mine[n : n + 1], *rest[n : n + 1]]
-    return out
 
 
 def beside(other: Generator, device: torch.device) -> Generator:
